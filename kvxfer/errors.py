@@ -1,0 +1,129 @@
+"""Every error that kvxfer raises on purpose.
+
+KvxferError                    exit code 1
+├── UsageError                 a value the user gave is wrong (exit code 2)
+├── DriverError                a virtual-memory driver call failed
+│   └── OutOfMemory            ... for want of physical memory
+├── CacheError                 the KV cache cannot do what was asked
+│   ├── CapacityExceeded       more than the reservation can ever hold
+│   └── NoFreeBlocks           not now, maybe later
+├── TransferError              KV could not be moved
+│   ├── RegionError            bytes outside the registered ranges
+│   ├── PlanError              two caches that no plan connects
+│   └── ConnectorError         the transport under a connector failed
+├── ControlError               the control plane
+│   ├── WireError              bytes that are no message of ours
+│   ├── HandshakeRejected      a peer that must not be talked to
+│   └── DeadlineExceeded       a state outlived its deadline
+├── ModelError                 the model cannot be run
+│   └── UnsupportedModel       ... by design
+└── WorkerDied                 a worker process ended when it should not have
+
+Foreign errors (OSError, CUDA codes, NIXL and ZMQ exceptions) become one of these in the module
+that owns the foreign library, and nowhere else.
+"""
+
+from __future__ import annotations
+
+
+class KvxferError(Exception):
+    """Base of all; `str()` is one line that a user can act on."""
+
+    exit_code = 1
+
+
+class UsageError(KvxferError):
+    """`field` holds `value`, which is refused because of `reason`."""
+
+    exit_code = 2
+
+    def __init__(self, field: str, value: object, reason: str) -> None:
+        super().__init__(f"{field}: {value!r}: {reason}")
+        self.field = field
+        self.value = value
+        self.reason = reason
+
+
+class DriverError(KvxferError):
+    """A call of the memory driver failed: which, with what code, and its text."""
+
+    def __init__(self, call: str, code: int, text: str) -> None:
+        super().__init__(f"{call} failed with {code}: {text}")
+        self.call = call
+        self.code = code
+        self.text = text
+
+
+class OutOfMemory(DriverError):
+    """`requested_bytes` of physical memory were asked for and `free_bytes` were there."""
+
+    def __init__(self, call: str, code: int, requested_bytes: int, free_bytes: int) -> None:
+        super().__init__(call, code, f"asked for {requested_bytes} bytes, {free_bytes} are free")
+        self.requested_bytes = requested_bytes
+        self.free_bytes = free_bytes
+
+
+class CacheError(KvxferError):
+    pass
+
+
+class CapacityExceeded(CacheError):
+    pass
+
+
+class NoFreeBlocks(CacheError):
+    pass
+
+
+class TransferError(KvxferError):
+    pass
+
+
+class RegionError(TransferError):
+    pass
+
+
+class PlanError(TransferError):
+    pass
+
+
+class ConnectorError(TransferError):
+    pass
+
+
+class ControlError(KvxferError):
+    pass
+
+
+class WireError(ControlError):
+    pass
+
+
+class HandshakeRejected(ControlError):
+    """Hello and Welcome disagree in `field`: what we have and what the peer has."""
+
+    def __init__(self, field: str, ours: object, theirs: object) -> None:
+        super().__init__(f"peer refused: {field} differs: ours {ours!r}, theirs {theirs!r}")
+        self.field = field
+        self.ours = ours
+        self.theirs = theirs
+
+
+class DeadlineExceeded(ControlError):
+    pass
+
+
+class ModelError(KvxferError):
+    pass
+
+
+class UnsupportedModel(ModelError):
+    pass
+
+
+class WorkerDied(KvxferError):
+    """`exit_code` is the worker's own where it ended by itself with one."""
+
+    def __init__(self, text: str, exit_code: int = 1) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
