@@ -1,0 +1,130 @@
+"""How a prompt's KV arrives, and the proof that all of it did."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+
+from decode.schedule import DecodeRequest, RequestState
+from kvxfer.cache.kv_cache import KVCache
+from kvxfer.control.messages import Confirmed, Done, Grant, PrefillRequest, Ready, Taken
+from kvxfer.control.session import Peer
+from kvxfer.errors import WireError
+from kvxfer.telemetry.trace import Trace
+from kvxfer.transfer.connector import Direction
+from kvxfer.transfer.plan import CacheSide, plan_transfer
+from kvxfer.transfer.regions import RegionSet
+from kvxfer.worker.peers import PeerTable
+from kvxfer.worker.stats import add_movement
+from kvxfer.worker.transfer_thread import Movement, TransferThread
+
+logger = logging.getLogger(__name__)
+
+
+class Receiver:
+    """Control thread only. `regions` tells what our cache has registered now."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        transfer: TransferThread,
+        peers: PeerTable,
+        regions: Callable[[], RegionSet],
+        trace: Trace,
+    ) -> None:
+        self._cache = cache
+        self._transfer = transfer
+        self._peers = peers
+        self._regions = regions
+        self._trace = trace
+        self.on_failed: Callable[[DecodeRequest, str], None] = lambda request, reason: None
+        self.on_quiet: Callable[[DecodeRequest], None] = lambda request: None
+        """A read of ours ended on a request that is ABORTING."""
+
+    def grant(self, request: DecodeRequest, peer: Peer, timeout_s: float) -> None:
+        """Ask `peer` to prefill into the request's blocks: a right that is used once."""
+        generate = request.generate
+        request.prefill = peer
+        request.grant_id = secrets.token_hex(8)
+        request.state = RequestState.GRANTED
+        needed = self._cache.geometry.spec.num_blocks(request.num_prompt_tokens)
+        grant = Grant(request.grant_id, request.blocks[:needed], timeout_s)
+        self._peers.send(
+            peer.key,
+            PrefillRequest(request.request_id, generate.tokens, generate.sampling, grant),
+        )
+
+    def read(self, request: DecodeRequest, ready: Ready) -> None:
+        """Pull what prefill offers. Raises WireError, PlanError, RegionError."""
+        peer = request.prefill
+        assert peer is not None
+        assert peer.facts is not None
+        in_order = ready.start == request.tokens_read < ready.stop <= request.num_prompt_tokens
+        if ready.lease.lease_id != request.grant_id or not in_order or request.offer_is_final:
+            raise WireError(f"request {request.request_id}: Ready does not follow what came before")
+        tokens = range(ready.start, ready.stop)
+        source = CacheSide(peer.facts.geometry, peer.regions, ready.lease.blocks)
+        target = CacheSide(self._cache.geometry, self._regions(), request.blocks)
+        plan = plan_transfer(source, target, tokens)
+        if ready.start == 0:
+            self._trace.event("transfer_start", request=request.request_id, lane="pull")
+        request.tokens_read = ready.stop
+        request.offer_is_final = ready.final
+        request.reads_in_flight += 1
+
+        def ended(movement: Movement) -> None:
+            request.reads_in_flight -= 1
+            request.stats = add_movement(request.stats, movement)
+            self._read_ended(request, movement)
+
+        self._transfer.move(peer.key, Direction.PULL, plan, ended)
+
+    def _read_ended(self, request: DecodeRequest, movement: Movement) -> None:
+        if request.state is RequestState.ABORTING:
+            self.on_quiet(request)
+        elif movement.error:
+            self.on_failed(request, f"pull failed: {movement.error}")
+        elif request.offer_is_final and request.reads_in_flight == 0:
+            assert request.prefill is not None
+            self._peers.send(request.prefill.key, Taken(request.request_id, request.grant_id))
+
+    def prove_pulled(self, request: DecodeRequest, confirmed: Confirmed) -> None:
+        """Raises WireError unless everything was read under the lease that is confirmed."""
+        complete = (
+            request.offer_is_final
+            and request.reads_in_flight == 0
+            and request.tokens_read == request.num_prompt_tokens
+        )
+        if confirmed.lease_id != request.grant_id or not complete:
+            raise WireError(f"request {request.request_id}: Confirmed before all was read")
+        self._filled(request, "pull")
+
+    def prove_pushed(self, request: DecodeRequest, done: Done) -> None:
+        """Raises WireError unless the grant was used for all tokens of all layers."""
+        covered = (done.grant_id, done.num_tokens, done.num_layers)
+        spec = self._cache.geometry.spec
+        expected = (request.grant_id, request.num_prompt_tokens, spec.num_layers)
+        if covered != expected:
+            raise WireError(
+                f"request {request.request_id}: Done covers {covered}, expected {expected}"
+            )
+        request.stats = done.transfer
+        self._filled(request, "push")
+
+    def _filled(self, request: DecodeRequest, lane: str) -> None:
+        request.state = RequestState.FILLED
+        stats = request.stats
+        if lane == "pull":
+            self._trace.event(
+                "transfer_end",
+                request=request.request_id,
+                lane=lane,
+                start_ns=stats.start_ns,
+                end_ns=stats.end_ns,
+                num_bytes=stats.num_bytes,
+            )
+        needed = self._cache.geometry.spec.num_blocks(request.num_prompt_tokens)
+        self._trace.event(
+            "filled", request=request.request_id, blocks=request.blocks[:needed], lane=lane
+        )

@@ -1,0 +1,111 @@
+"""What a decode worker computes next: one token for every sequence that runs.
+
+| state    | what happens                                             | leaves by |
+| ---      | ---                                                      | --- |
+| WAITING  | queued; holds no blocks                                  | blocks and a prefill worker → GRANTED |
+| GRANTED  | prefill computes and writes, or we read what it computed | complete and proved → FILLED |
+| FILLED   | the prompt's KV is ours; digests are taken if asked for  | → RUNNING |
+| RUNNING  | decodes in the batch                                     | stop, length, cancel → ENDED |
+| ABORTING | told to the router; blocks quarantined while the other   | Aborted, Failed, fenced, and our |
+|          | side, or a read of ours, may still write                 | reads over → ENDED |
+| ENDED    | blocks are free; the router was told once                | |
+
+WAITING and GRANTED have the request's deadline; RUNNING ends after max_new_tokens.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from kvxfer.control.messages import Generate, TransferStats
+from kvxfer.control.session import Peer
+from kvxfer.model.runner import SequenceStep
+from kvxfer.model.sampling import SampleSpec
+
+
+class RequestState(enum.Enum):
+    WAITING = enum.auto()
+    GRANTED = enum.auto()
+    FILLED = enum.auto()
+    RUNNING = enum.auto()
+    ABORTING = enum.auto()
+    ENDED = enum.auto()
+
+
+@dataclass
+class DecodeRequest:
+    """One prompt of one router."""
+
+    generate: Generate
+    router: str
+    deadline_s: float
+    state: RequestState = RequestState.WAITING
+    blocks: list[int] = field(default_factory=list)
+    prefill: Peer | None = None
+    grant_id: str = ""
+    reads_in_flight: int = 0
+    tokens_read: int = 0
+    """Pull: tokens [0, tokens_read) were offered and their reads submitted."""
+    offer_is_final: bool = False
+    writer_ended: bool = False
+    """Prefill said, or was fenced so, that it writes nothing more for this request."""
+    stats: TransferStats = field(default_factory=TransferStats)
+    kv_digests: list[str] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
+    is_cancelled: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return self.generate.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.generate.tokens)
+
+    @property
+    def sample(self) -> SampleSpec:
+        sampling = self.generate.sampling
+        return SampleSpec(sampling.temperature, sampling.top_p, sampling.seed)
+
+    def next_step(self) -> SequenceStep:
+        """Compute the KV of the newest token and the token after it."""
+        position = self.num_prompt_tokens + len(self.output) - 1
+        return SequenceStep(self.output[-1:], position, self.blocks, self.sample)
+
+    def finish_reason(self) -> str:
+        """stop, length or cancelled once the request has ended, else ''."""
+        if self.is_cancelled:
+            return "cancelled"
+        if self.output and self.output[-1] in self.generate.stop_token_ids:
+            return "stop"
+        return "length" if len(self.output) >= self.generate.max_new_tokens else ""
+
+
+class DecodeBatch:
+    """The sequences that decode together, at most `max_num_seqs`. Control thread only."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._running: list[DecodeRequest] = []
+        self._filled: list[DecodeRequest] = []
+        self.is_computing = False
+
+    def join(self, request: DecodeRequest) -> None:
+        """A request whose first token is there joins at the next step that has room."""
+        self._filled.append(request)
+
+    def leave(self, request: DecodeRequest) -> None:
+        for members in (self._running, self._filled):
+            if request in members:
+                members.remove(request)
+
+    def next_batch(self) -> list[DecodeRequest]:
+        """Who takes part in the next step; empty while one is being computed."""
+        if self.is_computing:
+            return []
+        while self._filled and len(self._running) < self._max_num_seqs:
+            request = self._filled.pop(0)
+            request.state = RequestState.RUNNING
+            self._running.append(request)
+        return list(self._running)

@@ -1,0 +1,304 @@
+"""The decode worker: gets prompts from routers, their KV from prefill workers, and decodes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+
+from decode.receiver import Receiver
+from decode.schedule import DecodeBatch, DecodeRequest, RequestState
+from kvxfer.control.messages import (
+    Abort,
+    Aborted,
+    Cancel,
+    Confirmed,
+    Done,
+    Failed,
+    Finished,
+    Generate,
+    Ready,
+    Token,
+)
+from kvxfer.control.session import Peer
+from kvxfer.errors import KvxferError, WireError
+from kvxfer.transfer.connector import Direction
+from kvxfer.transfer.digest import block_digests
+from kvxfer.worker.assembly import WorkerParts
+from kvxfer.worker.loop import Handler
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeWorker:
+    """The role's state machine; see `decode.schedule` for the states. Control thread only."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        engine = parts.engine
+        self._parts = parts
+        self._requests: dict[str, DecodeRequest] = {}
+        self._batch = DecodeBatch(parts.options.max_num_seqs)
+        self._receiver = Receiver(
+            engine.cache, parts.transfer, parts.peers, lambda: parts.growth.regions, parts.trace
+        )
+        self._receiver.on_failed = self._fail
+        self._receiver.on_quiet = self._end_if_quiet
+        self.handlers: dict[type, Handler] = {
+            Generate: self._on_generate,
+            Cancel: self._on_cancel,
+            Ready: self._on_ready,
+            Confirmed: self._on_confirmed,
+            Done: self._on_done,
+            Failed: self._on_failed,
+            Aborted: self._on_aborted,
+        }
+        parts.peers.on_ready = lambda peer: self._admit()
+        parts.peers.on_lost = self._on_peer_lost
+        parts.peers.on_fenced = self._on_fenced
+        parts.growth.on_settled = self._admit
+
+    # --- the router's messages ----------------------------------------------------------------
+
+    def _on_generate(self, key: str, generate: Generate) -> None:
+        deadline_s = time.monotonic() + self._parts.options.request_timeout_s
+        request = DecodeRequest(generate, key, deadline_s)
+        problem = self._problem(generate)
+        if problem:
+            self._finish(request, "error", problem)
+            return
+        self._requests[request.request_id] = request
+        self._admit()
+
+    def _problem(self, generate: Generate) -> str:
+        """Why a prompt cannot be served, or ''."""
+        engine = self._parts.engine
+        total = len(generate.tokens) + generate.max_new_tokens
+        if generate.request_id in self._requests:
+            return f"request_id: {generate.request_id!r} is in use"
+        if not generate.tokens or generate.max_new_tokens < 1:
+            return "prompt and max_new_tokens: at least one token each"
+        if total > engine.max_model_len:
+            return (
+                f"prompt of {len(generate.tokens)} + max_new_tokens of {generate.max_new_tokens} "
+                f"= {total} tokens: this worker holds {engine.max_model_len}"
+            )
+        if not all(0 <= token < engine.info.vocab_size for token in generate.tokens):
+            return f"prompt: a token is not in the vocabulary of {engine.info.vocab_size}"
+        return ""
+
+    def _on_cancel(self, key: str, cancel: Cancel) -> None:
+        request = self._requests.get(cancel.request_id)
+        if request is None or request.router != key:
+            return
+        request.is_cancelled = True
+        if request.state in (RequestState.WAITING, RequestState.GRANTED):
+            self._give_up(request, "cancelled", "")
+
+    # --- prefill's messages -------------------------------------------------------------------
+
+    def _granted(self, key: str, request_id: str) -> DecodeRequest:
+        request = self._of(key, request_id)
+        if request is None or request.state is not RequestState.GRANTED:
+            raise WireError(f"request {request_id} has no grant out to {key}")
+        return request
+
+    def _of(self, key: str, request_id: str) -> DecodeRequest | None:
+        request = self._requests.get(request_id)
+        if request is None or request.prefill is None or request.prefill.key != key:
+            return None
+        return request
+
+    def _on_ready(self, key: str, ready: Ready) -> None:
+        request = self._of(key, ready.request_id)
+        if request is None or request.state is RequestState.ABORTING:
+            return  # given up meanwhile; prefill is about to learn of it
+        try:
+            self._receiver.read(self._granted(key, ready.request_id), ready)
+        except KvxferError as error:
+            self._fail(request, str(error))
+
+    def _on_confirmed(self, key: str, confirmed: Confirmed) -> None:
+        request = self._of(key, confirmed.request_id)
+        if request is None or request.state is RequestState.ABORTING:
+            return self._writer_over(request)
+        self._receiver.prove_pulled(self._granted(key, confirmed.request_id), confirmed)
+        return self._filled(request, confirmed.first_token)
+
+    def _on_done(self, key: str, done: Done) -> None:
+        request = self._of(key, done.request_id)
+        if request is None or request.state is RequestState.ABORTING:
+            return self._writer_over(request)
+        self._receiver.prove_pushed(self._granted(key, done.request_id), done)
+        return self._filled(request, done.first_token)
+
+    def _on_failed(self, key: str, failed: Failed) -> None:
+        request = self._of(key, failed.request_id)
+        if request is not None and request.state in (RequestState.GRANTED, RequestState.ABORTING):
+            request.writer_ended = True
+            self._fail(request, f"prefill: {failed.reason}")
+
+    def _on_aborted(self, key: str, aborted: Aborted) -> None:
+        self._writer_over(self._of(key, aborted.request_id))
+
+    def _writer_over(self, request: DecodeRequest | None) -> None:
+        if request is not None:
+            request.writer_ended = True
+            self._end_if_quiet(request)
+
+    # --- life cycle ---------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Grant blocks to waiting requests, first come, first served; grow when they run low."""
+        allocator = self._parts.engine.allocator
+        spec = self._parts.engine.cache.geometry.spec
+        for request in list(self._requests.values()):
+            if request.state is not RequestState.WAITING:
+                continue
+            peer = self._choose_prefill(request.generate.prefill)
+            if peer is None:
+                return
+            tokens = request.num_prompt_tokens + request.generate.max_new_tokens
+            needed = spec.num_blocks(tokens)
+            if not allocator.can_allocate(needed):
+                wanted = allocator.num_blocks + needed - allocator.num_free
+                self._parts.growth.request(min(wanted, self._parts.engine.bound_blocks))
+                return
+            request.blocks = allocator.allocate(needed)
+            self._receiver.grant(request, peer, self._parts.options.request_timeout_s)
+
+    def _choose_prefill(self, worker_id: str) -> Peer | None:
+        peers = self._parts.peers.ready()
+        load = {peer.key: sum(r.prefill is peer for r in self._requests.values()) for peer in peers}
+        fitting = [peer for peer in peers if worker_id in ("", peer.name)]
+        return min(fitting, key=lambda peer: load[peer.key], default=None)
+
+    def _filled(self, request: DecodeRequest, first_token: int) -> None:
+        """Only now do the blocks count as filled: digests first, before decode writes to them."""
+        request.output.append(first_token)
+        self._parts.peers.send(request.router, Token(request.request_id, 0, first_token))
+        if not request.generate.verify:
+            self._join(request)
+            return
+        cache = self._parts.engine.cache
+        self._parts.model.submit(
+            partial(block_digests, cache.views, request.blocks, request.num_prompt_tokens),
+            partial(self._digested, request),
+            lambda error: self._fail(request, str(error)),
+        )
+
+    def _digested(self, request: DecodeRequest, digests: list[str]) -> None:
+        request.kv_digests = digests
+        self._join(request)
+
+    def _join(self, request: DecodeRequest) -> None:
+        if request.finish_reason():
+            self._end(request, request.finish_reason(), "")
+            return
+        self._batch.join(request)
+        self._step()
+
+    def _step(self) -> None:
+        batch = self._batch.next_batch()
+        if not batch:
+            return
+        self._batch.is_computing = True
+        steps = [request.next_step() for request in batch]
+        self._parts.model.submit(
+            partial(self._parts.engine.runner.decode_step, steps),
+            partial(self._stepped, batch),
+            partial(self._step_failed, batch),
+        )
+
+    def _stepped(self, batch: list[DecodeRequest], tokens: list[int]) -> None:
+        self._batch.is_computing = False
+        for request, token in zip(batch, tokens, strict=True):
+            request.output.append(token)
+            index = len(request.output) - 1
+            self._parts.peers.send(request.router, Token(request.request_id, index, token))
+            if request.finish_reason():
+                self._batch.leave(request)
+                self._end(request, request.finish_reason(), "")
+        self._step()
+
+    def _step_failed(self, batch: list[DecodeRequest], error: KvxferError) -> None:
+        self._batch.is_computing = False
+        for request in batch:
+            self._batch.leave(request)
+            self._end(request, "error", str(error))
+        self._step()
+
+    def _fail(self, request: DecodeRequest, reason: str) -> None:
+        self._give_up(request, "error", reason)
+
+    def _give_up(self, request: DecodeRequest, reason: str, error: str) -> None:
+        """End a request that is not decoding yet; its blocks may have to wait in quarantine."""
+        if request.state is RequestState.GRANTED and request.prefill is not None:
+            request.state = RequestState.ABORTING
+            self._parts.engine.allocator.quarantine(request.blocks)
+            self._finish(request, reason, error)
+            if request.prefill.direction is Direction.PUSH and not request.writer_ended:
+                self._parts.peers.send(request.prefill.key, Abort(request.request_id, error))
+            self._end_if_quiet(request)  # a pull says Abort once its own reads have ended
+        elif request.state is RequestState.ABORTING:
+            self._end_if_quiet(request)
+        elif request.state is not RequestState.ENDED:
+            self._end(request, reason, error)
+
+    def _end_if_quiet(self, request: DecodeRequest) -> None:
+        """An aborted request's blocks are free once nobody can write to them any more."""
+        if request.state is not RequestState.ABORTING or request.reads_in_flight:
+            return
+        assert request.prefill is not None
+        pulls = request.prefill.direction is Direction.PULL
+        if not request.writer_ended and pulls:
+            self._parts.peers.send(request.prefill.key, Abort(request.request_id, "given up"))
+        if request.writer_ended or pulls:
+            request.state = RequestState.ENDED
+            self._parts.engine.allocator.release_quarantined(request.blocks)
+            del self._requests[request.request_id]
+            self._admit()
+
+    def _end(self, request: DecodeRequest, reason: str, error: str) -> None:
+        if request.blocks:
+            self._parts.engine.allocator.free(request.blocks)
+        request.state = RequestState.ENDED
+        del self._requests[request.request_id]
+        self._finish(request, reason, error)
+        self._admit()
+
+    def _finish(self, request: DecodeRequest, reason: str, error: str) -> None:
+        if error:
+            logger.warning("request %s: %s", request.request_id, error)
+        finished = Finished(
+            request.request_id,
+            reason,
+            error,
+            len(request.blocks),
+            request.stats,
+            request.kv_digests,
+        )
+        self._parts.peers.send(request.router, finished)
+
+    def _on_peer_lost(self, peer: Peer, reason: str) -> None:
+        for request in list(self._requests.values()):
+            if request.router == peer.key:
+                request.is_cancelled = True
+            given_up = request.state in (RequestState.WAITING, RequestState.GRANTED)
+            if given_up and (request.prefill is peer or request.is_cancelled):
+                self._fail(request, f"peer {peer.name} is lost: {reason}")
+
+    def _on_fenced(self, worker_id: str) -> None:
+        for request in list(self._requests.values()):
+            if request.prefill is not None and request.prefill.name == worker_id:
+                self._writer_over(request)
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        for request in list(self._requests.values()):
+            due = request.state in (RequestState.WAITING, RequestState.GRANTED)
+            if due and now > request.deadline_s:
+                self._fail(request, f"deadline passed in state {request.state.name}")
+        self._parts.transfer.serving = bool(self._requests)
+
+    def status(self) -> dict[str, int | float | str]:
+        return {**self._parts.status(), "requests": len(self._requests)}

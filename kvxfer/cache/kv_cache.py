@@ -1,0 +1,115 @@
+"""The growable KV cache of one worker: reserve, commit a first granule, extend, extend again.
+
+    segment 0                     segment 1                     (one stretch per outer index)
+    ├─ committed ─┤╌╌ reserved ╌╌╌┼─ committed ─┤╌╌ reserved ╌╌╌┤
+    0             c              seg          seg+c             2·seg
+
+Block b lies at the same distance from the start of each segment for ever, so growth adds bytes
+behind the committed prefix of every segment and moves none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvxfer.cache.layout import CacheGeometry
+from kvxfer.cache.views import layer_views
+from kvxfer.errors import CapacityExceeded
+from kvxfer.memory.driver import VmmDriver
+from kvxfer.memory.extensible_tensor import ExtensibleTensor
+from kvxfer.memory.virtual_buffer import Chunk, VirtualBuffer
+
+GROWTH_STEPS = 16
+"""An elastic cache reaches its bound in about this many steps: few enough that its chunks, each an
+open descriptor on the host, stay few."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """What one growth added: blocks [old_blocks, new_blocks) and the chunks behind them."""
+
+    old_blocks: int
+    new_blocks: int
+    chunks: tuple[Chunk, ...]
+
+
+class KVCache:
+    """Owns the reservation and its chunks. Not thread-safe: its worker serialises the calls."""
+
+    def __init__(self, driver: VmmDriver, geometry: CacheGeometry) -> None:
+        self.geometry = geometry
+        self.buffer = VirtualBuffer(driver, geometry.total_bytes)
+        dtype: torch.dtype = getattr(torch, geometry.spec.dtype)
+        self.views = layer_views(ExtensibleTensor(self.buffer, dtype), geometry)
+        self._segment_bytes = 0
+
+    @property
+    def committed_blocks(self) -> int:
+        """Blocks of which every byte is backed, the null block included."""
+        return self.geometry.blocks_backed_by(self._segment_bytes)
+
+    @property
+    def committed_bytes(self) -> int:
+        return self.geometry.num_segments * self._segment_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.geometry.total_bytes
+
+    def extend(self, num_blocks: int) -> Extension:
+        """Back at least the first `num_blocks` blocks; all segments or none (DriverError).
+
+        Raises CapacityExceeded beyond the reservation. Fewer than are committed: adds nothing.
+        """
+        geometry = self.geometry
+        if num_blocks > geometry.capacity_blocks:
+            raise CapacityExceeded(
+                f"cache: {num_blocks} blocks asked for, {geometry.capacity_blocks} are reserved"
+            )
+        old_blocks, start = self.committed_blocks, self._segment_bytes
+        end = geometry.committed_bytes_per_segment(num_blocks)
+        if end <= start:
+            return Extension(old_blocks, old_blocks, ())
+        ranges = [
+            (geometry.segment_offset(segment) + start, end - start)
+            for segment in range(geometry.num_segments)
+        ]
+        chunks = self.buffer.commit(ranges)
+        self._segment_bytes = end
+        return Extension(old_blocks, self.committed_blocks, chunks)
+
+    def retract(self, extension: Extension) -> None:
+        """Take back the newest extension, of which nothing was used or registered yet."""
+        if extension.chunks:
+            self.buffer.decommit(extension.chunks)
+            added = sum(chunk.size for chunk in extension.chunks)
+            self._segment_bytes -= added // self.geometry.num_segments
+
+    def close(self) -> None:
+        """Release all memory and addresses; the views must not be touched again. Idempotent."""
+        self._segment_bytes = 0
+        self.buffer.close()
+
+
+def next_growth(geometry: CacheGeometry, needed_blocks: int, bound_blocks: int) -> int:
+    """The block count to extend to so that `needed_blocks` fit, at most `bound_blocks`.
+
+    A step is at least 1/GROWTH_STEPS of the bound, rounded up per segment to whole powers of two
+    of granules, so that each step costs a segment one or two chunks.
+    """
+    step = -(-bound_blocks // GROWTH_STEPS)
+    wanted = -(-needed_blocks // step) * step
+    step_bytes = geometry.committed_bytes_per_segment(step)
+    unit = geometry.granularity
+    while unit * 2 <= step_bytes:
+        unit *= 2
+    wanted_bytes = -(-geometry.committed_bytes_per_segment(wanted) // unit) * unit
+    return min(bound_blocks, geometry.blocks_backed_by(wanted_bytes))
+
+
+def open_files_needed(geometry: CacheGeometry, bound_blocks: int, largest_chunk: int) -> int:
+    """Chunks, each one descriptor on the host, that growth to `bound_blocks` may come to."""
+    segment_bytes = geometry.committed_bytes_per_segment(bound_blocks)
+    return geometry.num_segments * (2 * GROWTH_STEPS + 2 + segment_bytes // largest_chunk)

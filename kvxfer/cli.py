@@ -1,0 +1,42 @@
+"""The `kvxfer` command."""
+
+from __future__ import annotations
+
+import sys
+
+import cyclopts
+
+from kvxfer.command import run_app
+from kvxfer.demo.plan import DemoOptions
+
+app = cyclopts.App(
+    name="kvxfer",
+    help="Disaggregated prefill/decode KV transfer on KV caches that grow.",
+    result_action="return_value",
+)
+
+
+@app.command
+def demo(options: DemoOptions = DemoOptions()) -> int:  # noqa: B008  frozen, so it may be shared
+    """Prefill prompts in one process, decode them in another, and prove that nothing changed.
+
+    Starts a prefill worker, a decode worker and a router, hands the KV of each prompt over with
+    NIXL, makes decode's cache grow while another request's KV is on its way, and compares KV and
+    tokens with the same model run in a single process. Exit code 1 if anything differs.
+    """
+    from kvxfer.demo.run import run_demo
+
+    return run_demo(options)
+
+
+def main() -> None:
+    """Entry point: 0 ok, 1 failure, 2 usage, 130 after Ctrl-C."""
+    try:
+        sys.exit(run_app(app, sys.argv[1:]))
+    except KeyboardInterrupt:
+        print("kvxfer: stopped", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

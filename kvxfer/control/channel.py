@@ -1,0 +1,149 @@
+"""The control plane's sockets: one ROUTER that others dial, one DEALER for each worker dialled.
+
+Facts (ZeroMQ 4.3.5): a ROUTER drops messages to an identity that it does not know unless
+ROUTER_MANDATORY is set; a DEALER reconnects by itself and keeps order; sockets belong to one
+thread, so a channel is used by the control thread alone and other threads wake it by a file
+descriptor (see `kvxfer.worker.mailbox`).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import zmq
+
+from kvxfer.control.messages import MAX_MESSAGE_BYTES, Message, decode, encode
+from kvxfer.errors import ControlError, UsageError, WireError
+
+logger = logging.getLogger(__name__)
+
+LINGER_MS = 200
+"""How long a closing socket may still send its last words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A message and whom it came from: the key to answer to."""
+
+    peer: str
+    message: Message
+
+
+class Channel:
+    """Binds at most one address, dials any number. One thread only.
+
+    A peer's key is 'in:<identity>' if it dialled us, 'out:<address>' if we dialled it.
+    """
+
+    def __init__(self, identity: str, listen: str | None = None) -> None:
+        self._context = zmq.Context()
+        self._identity = identity.encode()
+        self._poller = zmq.Poller()
+        self._dealers: dict[str, zmq.Socket[bytes]] = {}
+        self._router: zmq.Socket[bytes] | None = None
+        self.num_malformed = 0
+        self.address = ""
+        """Where others reach us, with the port that was really bound."""
+        if listen is not None:
+            self._bind(listen)
+
+    def _bind(self, listen: str) -> None:
+        check_loopback("listen", listen)
+        router = self._socket(zmq.ROUTER)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            router.bind(listen)
+        except zmq.ZMQError as error:
+            self.close()
+            raise UsageError("listen", listen, f"cannot bind: {error}") from error
+        self.address = router.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
+        self._router = router
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._poller.register(socket, zmq.POLLIN)
+        return socket
+
+    def dial(self, address: str) -> str:
+        """Connect (in the background, again and again) to `address`; returns the peer's key."""
+        check_loopback("address", address)
+        key = f"out:{address}"
+        if key in self._dealers:
+            return key
+        dealer = self._socket(zmq.DEALER)
+        dealer.setsockopt(zmq.IDENTITY, self._identity)
+        dealer.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing for a peer that is not there
+        try:
+            dealer.connect(address)
+        except zmq.ZMQError as error:
+            raise UsageError("address", address, f"cannot connect: {error}") from error
+        self._dealers[key] = dealer
+        return key
+
+    def watch(self, fd: int) -> None:
+        """Let `poll` return early when `fd` becomes readable; its owner reads it."""
+        self._poller.register(fd, zmq.POLLIN)
+
+    def send(self, peer: str, message: Message) -> None:
+        """Queue a message. Raises ControlError when the peer is gone or takes nothing more."""
+        data = encode(message)
+        try:
+            if peer in self._dealers:
+                self._dealers[peer].send(data, zmq.NOBLOCK)
+            elif self._router is not None and peer.startswith("in:"):
+                identity = bytes.fromhex(peer.removeprefix("in:"))
+                self._router.send_multipart([identity, data], zmq.NOBLOCK)
+            else:
+                raise ControlError(f"no peer {peer!r}")
+        except zmq.ZMQError as error:
+            name = type(message).__name__
+            raise ControlError(f"cannot send {name} to {peer}: {error}") from error
+
+    def poll(self, timeout_s: float) -> list[Letter]:
+        """Wait for up to `timeout_s` and return what arrived; malformed input is dropped."""
+        ready = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
+        letters: list[Letter] = []
+        if self._router is not None and self._router in ready:
+            self._drain(self._router, None, letters)
+        for key, dealer in self._dealers.items():
+            if dealer in ready:
+                self._drain(dealer, key, letters)
+        return letters
+
+    def _drain(self, socket: zmq.Socket[bytes], key: str | None, letters: list[Letter]) -> None:
+        for _ in range(256):  # bounded, so that one busy peer cannot keep the loop here
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            peer = key or f"in:{frames[0].hex()}"
+            body = frames if key else frames[1:]
+            try:
+                if len(body) != 1:
+                    raise WireError(f"{len(body)} frames where 1 belongs")
+                letters.append(Letter(peer, decode(body[0])))
+            except WireError as error:
+                self.num_malformed += 1
+                if self.num_malformed & (self.num_malformed - 1) == 0:  # 1st, 2nd, 4th, 8th, ...
+                    logger.warning("dropped malformed message %d: %s", self.num_malformed, error)
+
+    def close(self) -> None:
+        """Close all sockets; last words may take LINGER_MS. Idempotent."""
+        for socket in (self._router, *self._dealers.values()):
+            if socket is not None:
+                socket.close()
+        self._router = None
+        self._dealers.clear()
+        self._context.destroy(linger=LINGER_MS)
+
+
+def check_loopback(field: str, address: str) -> None:
+    """Without keys (a later issue) nothing but this host may be talked to."""
+    host = address.removeprefix("tcp://").rsplit(":", 1)[0]
+    if not address.startswith("tcp://") or not address.rsplit(":", 1)[-1].isdecimal():
+        raise UsageError(field, address, "must look like tcp://127.0.0.1:PORT (0: any free port)")
+    if host not in ("127.0.0.1", "localhost", "[::1]"):
+        raise UsageError(field, address, "only loopback addresses are allowed without keys")

@@ -1,0 +1,57 @@
+"""What the demo proves from the traces: decode grew while another request was on its way, and
+bytes landed in the new range."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthInFlight:
+    """transfer start < generation change < transfer end, in nanoseconds of CLOCK_MONOTONIC."""
+
+    transfer_request: str
+    start_ns: int
+    generation_ns: int
+    end_ns: int
+    generation: int
+    old_blocks: int
+    new_blocks: int
+    landed_request: str
+    """A request whose KV was proved complete in blocks at or beyond `old_blocks`."""
+
+
+def growths(decode_trace: list[Event]) -> list[Event]:
+    """Every growth after the first extension."""
+    events = [event for event in decode_trace if event["event"] == "generation"]
+    return [event for event in events if event["generation"] > 1]
+
+
+def growth_in_flight(
+    transfer_events: list[Event], decode_trace: list[Event]
+) -> GrowthInFlight | None:
+    """The first growth that a transfer of another request spans, with bytes in the new range."""
+    ends = [event for event in transfer_events if event["event"] == "transfer_end"]
+    fills = [event for event in decode_trace if event["event"] == "filled"]
+    for growth in growths(decode_trace):
+        landed = [
+            fill["request"] for fill in fills if max(fill["blocks"]) >= growth["old_blocks"]
+        ]
+        for end in ends:
+            spans = end["start_ns"] < growth["at_ns"] < end["end_ns"]
+            others = [request for request in landed if request != end["request"]]
+            if spans and others:
+                return GrowthInFlight(
+                    end["request"],
+                    end["start_ns"],
+                    growth["at_ns"],
+                    end["end_ns"],
+                    growth["generation"],
+                    growth["old_blocks"],
+                    growth["new_blocks"],
+                    others[0],
+                )
+    return None

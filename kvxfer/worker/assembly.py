@@ -1,0 +1,152 @@
+"""Puts the parts of a worker together, runs its control loop, and takes it apart again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvxfer.config import WorkerOptions
+from kvxfer.control.channel import Channel
+from kvxfer.control.messages import WorkerFacts
+from kvxfer.errors import WorkerDied
+from kvxfer.telemetry.trace import Trace
+from kvxfer.transfer.connector import load_connector
+from kvxfer.worker.engine import Engine, start_engine
+from kvxfer.worker.growth import CacheGrowth
+from kvxfer.worker.loop import ControlLoop, Role
+from kvxfer.worker.mailbox import Mailbox
+from kvxfer.worker.peers import PeerTable
+from kvxfer.worker.process import Announcer, handle_signals
+from kvxfer.worker.transfer_thread import TransferThread
+from kvxfer.worker.work_thread import Report, WorkThread
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 0.5
+"""For each thread, so that a worker is gone within 2 s of Ctrl-C; then the process just ends."""
+
+
+@dataclass(frozen=True)
+class WorkerParts:
+    """What every worker is made of; a role adds its own state machine on top."""
+
+    options: WorkerOptions
+    engine: Engine
+    growth: CacheGrowth
+    peers: PeerTable
+    transfer: TransferThread
+    model: WorkThread
+    trace: Trace
+
+    def status(self) -> dict[str, int | float | str]:
+        """The cache in numbers, as Status tells them."""
+        cache, counts = self.engine.cache, self.engine.allocator.counts()
+        return {
+            "reserved_bytes": cache.reserved_bytes,
+            "committed_bytes": cache.committed_bytes,
+            "registered_bytes": self.growth.regions.total_bytes,
+            "generation": self.growth.regions.generation,
+            "regions": len(self.growth.regions.regions),
+            "base_address": cache.buffer.base_address,
+            "budget_blocks": self.engine.bound_blocks,
+            "blocks_total": counts.total,
+            "blocks_free": counts.free,
+            "blocks_used": counts.used,
+            "blocks_quarantined": counts.quarantined,
+            "peers": len(self.peers.ready()),
+            "layout": str(cache.geometry.layout),
+        }
+
+
+MakeRole = Callable[[WorkerParts], Role]
+
+
+def serve(
+    role: str,
+    options: WorkerOptions,
+    incarnation: str,
+    channel: Channel,
+    dial: Sequence[str],
+    make_role: MakeRole,
+    announcer: Announcer,
+) -> None:
+    """Start up and run the control loop until a signal. The channel stays the caller's."""
+    with contextlib.ExitStack() as undo:
+        trace = Trace(options.worker_id, options.trace)
+        undo.callback(trace.close)
+        connector_type = load_connector(options.connector)
+        engine = start_engine(options, connector_type, incarnation, announcer.step)
+        undo.callback(engine.close)
+        reports: Mailbox[Report] = Mailbox()
+        undo.callback(reports.close)
+        parts = _assemble(role, options, engine, channel, reports, trace, incarnation)
+        made = make_role(parts)
+        loop = ControlLoop(channel, reports, parts.peers, parts.growth, made, options.worker_id)
+        undo.callback(_stop_threads, parts)
+        parts.transfer.start()
+        parts.model.start()
+        _first_extension(parts, loop, announcer)
+        for address in dial:
+            parts.peers.dial(address)
+        announcer.ready()
+        with handle_signals(loop.stop):
+            loop.run()
+        parts.peers.farewell("it was told to stop")
+
+
+def _assemble(
+    role: str,
+    options: WorkerOptions,
+    engine: Engine,
+    channel: Channel,
+    reports: Mailbox[Report],
+    trace: Trace,
+    incarnation: str,
+) -> WorkerParts:
+    transfer = TransferThread(engine.connector, engine.cache, reports)
+    growth = CacheGrowth(engine, transfer, trace)
+
+    def facts() -> WorkerFacts:
+        return WorkerFacts(
+            role=role,
+            worker_id=options.worker_id,
+            incarnation=incarnation,
+            model=engine.info.fingerprint,
+            geometry=engine.cache.geometry,
+            base_address=engine.cache.buffer.base_address,
+            connector=options.connector,
+            lane=options.lane,
+            device=engine.driver.device,
+            regions=list(growth.regions.regions),
+            generation=growth.regions.generation,
+            description=growth.description,
+        )
+
+    peers = PeerTable(options, channel, transfer, facts)
+    growth.on_publish = peers.publish
+    model = WorkThread("model", reports)
+    return WorkerParts(options, engine, growth, peers, transfer, model, trace)
+
+
+def _first_extension(parts: WorkerParts, loop: ControlLoop, announcer: Announcer) -> None:
+    """Step 4 of the start: what may be used is committed and registered before anyone is told."""
+    wanted = parts.engine.initial_blocks
+    announcer.step(f"committing and registering {wanted} blocks")
+    parts.growth.request(wanted)
+    while not parts.growth.is_idle:  # a commit ends by itself: it waits for nobody
+        loop.turn(0.05)
+    if parts.engine.allocator.num_blocks < 2:
+        raise WorkerDied("the first extension of the KV cache failed; see the log above")
+
+
+def _stop_threads(parts: WorkerParts) -> None:
+    parts.transfer.close_connector(lambda error: logger.warning("%s", error))
+    stopped = [thread.stop(STOP_TIMEOUT_S) for thread in (parts.model, parts.transfer)]
+    if not all(stopped):
+        # Memory must not be unmapped under a thread that may still touch it: the kernel takes it.
+        logger.warning("a thread is still at work; leaving without it")
+        logging.shutdown()
+        os._exit(0)

@@ -1,0 +1,128 @@
+"""Growth of one worker's cache, seen from its control thread.
+
+| state      | what happens                                                | leaves by |
+| ---        | ---                                                         | --- |
+| IDLE       | committed == registered == published == usable              | `request` |
+| COMMITTING | transfer thread: commit, register, describe                 | done → PUBLISHING; error → IDLE |
+| PUBLISHING | generation + 1, RegionsUpdate to each peer, waiting for acks | all acked or deadline → IDLE |
+
+Growth never invalidates anything: transfers in flight go on, and a peer that does not
+acknowledge in time is lost, not waited for.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Callable
+
+from kvxfer.cache.blocks import BlockAllocator
+from kvxfer.cache.kv_cache import next_growth
+from kvxfer.control.messages import RegionsUpdate
+from kvxfer.errors import KvxferError
+from kvxfer.telemetry.trace import Trace, now_ns
+from kvxfer.transfer.regions import RegionSet
+from kvxfer.worker.engine import Engine
+from kvxfer.worker.transfer_thread import Growth, TransferThread
+
+logger = logging.getLogger(__name__)
+
+ACK_TIMEOUT_S = 5.0
+
+Publish = Callable[[RegionsUpdate], None]
+Laggards = Callable[[int], list[str]]
+"""Keys of the ready peers that have not yet acknowledged a generation."""
+
+
+class GrowthState(enum.Enum):
+    IDLE = enum.auto()
+    COMMITTING = enum.auto()
+    PUBLISHING = enum.auto()
+
+
+class CacheGrowth:
+    """Raises the allocator's bound; `regions` and `description` are what Hello tells."""
+
+    def __init__(self, engine: Engine, transfer: TransferThread, trace: Trace) -> None:
+        self._engine = engine
+        self._transfer = transfer
+        self._trace = trace
+        self._state = GrowthState.IDLE
+        self._pending: Growth | None = None
+        self._started_ns = 0
+        self._deadline_s = 0.0
+        self.regions = RegionSet()
+        self.description = b""
+        self.on_publish: Publish = lambda update: None
+        self.on_settled: Callable[[], None] = lambda: None
+        """Called when the bound was raised, and when a growth failed."""
+
+    @property
+    def allocator(self) -> BlockAllocator:
+        return self._engine.allocator
+
+    @property
+    def is_idle(self) -> bool:
+        return self._state is GrowthState.IDLE
+
+    def can_reach(self, num_blocks: int) -> bool:
+        """Whether the budget allows `num_blocks` blocks, the null block included."""
+        return num_blocks <= self._engine.bound_blocks
+
+    def request(self, num_blocks: int) -> None:
+        """Grow to at least `num_blocks`, unless a growth is under way (ask again when settled)."""
+        cache = self._engine.cache
+        if not self.is_idle or num_blocks <= self.allocator.num_blocks:
+            return
+        target = min(num_blocks, self._engine.bound_blocks)
+        if self.regions.generation:  # the first extension is exact: the start decided it
+            target = next_growth(cache.geometry, target, self._engine.bound_blocks)
+        self._state = GrowthState.COMMITTING
+        self._started_ns = now_ns()
+        self._transfer.grow(target, self._committed, self._failed)
+
+    def _committed(self, growth: Growth) -> None:
+        self.regions = self.regions.add(growth.regions)
+        self.description = growth.description
+        self._pending = growth
+        self._state = GrowthState.PUBLISHING
+        self._deadline_s = time.monotonic() + ACK_TIMEOUT_S
+        extension = growth.extension
+        self._trace.event(
+            "generation",
+            generation=self.regions.generation,
+            started_ns=self._started_ns,
+            old_blocks=self.allocator.num_blocks,
+            new_blocks=extension.new_blocks,
+            committed_bytes=self._engine.cache.committed_bytes,
+            registered_bytes=self.regions.total_bytes,
+        )
+        self.on_publish(RegionsUpdate(self.regions.generation, list(growth.regions), growth.update))
+
+    def _failed(self, error: KvxferError) -> None:
+        logger.warning("growth failed, the cache stays as it is: %s", error)
+        self._state = GrowthState.IDLE
+        self.on_settled()
+
+    def settle(self, laggards: Laggards, lose: Callable[[str, str], None]) -> None:
+        """Finish publishing once every ready peer has acknowledged; lose those too late."""
+        if self._state is not GrowthState.PUBLISHING or self._pending is None:
+            return
+        late = laggards(self.regions.generation)
+        if late and time.monotonic() < self._deadline_s:
+            return
+        new_blocks = self._pending.extension.new_blocks
+        self._pending = None
+        self._state = GrowthState.IDLE
+        for key in late:
+            lose(key, f"no acknowledgement of new regions within {ACK_TIMEOUT_S:.0f} s")
+        self.allocator.grow(min(new_blocks, self._engine.bound_blocks))
+        logger.info(
+            "cache: %d blocks usable, %d bytes registered in %d regions, generation %d",
+            self.allocator.num_blocks,
+            self.regions.total_bytes,
+            len(self.regions.regions),
+            self.regions.generation,
+        )
+        self.on_settled()

@@ -1,0 +1,113 @@
+"""The control thread of a worker: it waits, dispatches, ticks, and never blocks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kvxfer.control.channel import Channel, Letter
+from kvxfer.control.messages import (
+    Goodbye,
+    Heartbeat,
+    Hello,
+    RegionsAck,
+    RegionsUpdate,
+    Reject,
+    Status,
+    StatusQuery,
+    Welcome,
+)
+from kvxfer.errors import HandshakeRejected, KvxferError, WorkerDied
+from kvxfer.worker.growth import CacheGrowth
+from kvxfer.worker.mailbox import Mailbox
+from kvxfer.worker.peers import PeerTable
+from kvxfer.worker.work_thread import Report
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.05
+
+Handler = Callable[[str, Any], None]
+
+
+class Role(Protocol):
+    """What makes a worker a prefill or a decode worker."""
+
+    handlers: dict[type, Handler]
+    """Message type → handler(peer key, message)."""
+
+    def tick(self) -> None:
+        """Deadlines and whatever else is due; called at least every TICK_S."""
+
+    def status(self) -> dict[str, int | float | str]: ...
+
+
+class ControlLoop:
+    """Runs until `stop` or a fatal error. All handlers run in the thread that calls `run`."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        reports: Mailbox[Report],
+        peers: PeerTable,
+        growth: CacheGrowth,
+        role: Role,
+        worker_id: str,
+    ) -> None:
+        self._channel = channel
+        self._reports = reports
+        self._peers = peers
+        self._growth = growth
+        self._role = role
+        self._worker_id = worker_id
+        self._stopping = False
+        self._handlers: dict[type, Handler] = {
+            Hello: peers.on_hello,
+            Welcome: peers.on_welcome,
+            Reject: peers.on_reject,
+            Heartbeat: lambda key, message: None,
+            Goodbye: peers.on_goodbye,
+            RegionsUpdate: peers.on_regions_update,
+            RegionsAck: peers.on_regions_ack,
+            StatusQuery: self._on_status_query,
+            **role.handlers,
+        }
+        channel.watch(reports.fileno())
+
+    def stop(self) -> None:
+        """Make `run` return soon. Safe in a signal handler."""
+        self._stopping = True
+
+    def run(self) -> None:
+        while not self._stopping:
+            self.turn(TICK_S)
+
+    def turn(self, timeout_s: float) -> None:
+        """Wait for at most `timeout_s` for something to do, and do all there is."""
+        for letter in self._channel.poll(timeout_s):
+            self._receive(letter)
+        for report in self._reports.drain():
+            report()
+        self._peers.tick()
+        self._growth.settle(self._peers.laggards, self._peers.lose)
+        self._role.tick()
+
+    def _receive(self, letter: Letter) -> None:
+        """What a peer sends may cost the peer its session, never the worker its life."""
+        self._peers.heard(letter.peer)
+        handler = self._handlers.get(type(letter.message))
+        name = type(letter.message).__name__
+        if handler is None:
+            logger.warning("dropped %s from %s: not for this worker", name, letter.peer)
+            return
+        try:
+            handler(letter.peer, letter.message)
+        except (HandshakeRejected, WorkerDied):
+            raise
+        except KvxferError as error:
+            logger.warning("%s from %s: %s", name, letter.peer, error)
+            self._peers.lose(letter.peer, f"it sent a wrong {name}: {error}")
+
+    def _on_status_query(self, key: str, query: StatusQuery) -> None:
+        self._peers.send(key, Status(self._worker_id, self._role.status()))

@@ -1,0 +1,39 @@
+"""The only thing that the threads of a worker share: a queue that wakes a poll."""
+
+from __future__ import annotations
+
+import os
+import queue
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Mailbox(Generic[T]):
+    """Any thread puts, one thread drains; `fileno` is readable while something waits."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[T] = queue.SimpleQueue()
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def put(self, item: T) -> None:
+        self._queue.put(item)
+        os.eventfd_write(self._fd, 1)
+
+    def drain(self) -> list[T]:
+        """Everything that waits, in order."""
+        items: list[T] = []
+        try:
+            os.eventfd_read(self._fd)
+        except BlockingIOError:
+            return items
+        while not self._queue.empty():
+            items.append(self._queue.get_nowait())
+        return items
+
+    def close(self) -> None:
+        """No thread may put after this."""
+        os.close(self._fd)

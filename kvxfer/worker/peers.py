@@ -1,0 +1,269 @@
+"""Handshake, liveness and region exchange with the workers of the other role, and with routers.
+
+The one who dials says Hello, the other answers Welcome once its connector has loaded the dialler's
+regions, or Reject with the field that differs. States: see `kvxfer.control.session`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from kvxfer.config import WorkerOptions
+from kvxfer.control.channel import Channel
+from kvxfer.control.messages import (
+    WIRE_VERSION,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Message,
+    RegionsAck,
+    RegionsUpdate,
+    Reject,
+    Welcome,
+    WorkerFacts,
+)
+from kvxfer.control.session import Peer, PeerState, agree
+from kvxfer.errors import ControlError, HandshakeRejected, KvxferError, WireError, WorkerDied
+from kvxfer.worker.transfer_thread import TransferThread
+
+logger = logging.getLogger(__name__)
+
+HELLO_RETRY_S = 2.0
+
+
+class PeerTable:
+    """All peers of one worker. Control thread only."""
+
+    def __init__(
+        self,
+        options: WorkerOptions,
+        channel: Channel,
+        transfer: TransferThread,
+        facts: Callable[[], WorkerFacts],
+    ) -> None:
+        self._channel = channel
+        self._transfer = transfer
+        self._facts = facts
+        self._timeout_s = options.peer_timeout_s
+        self._exit_on_loss = options.on_peer_loss == "exit"
+        self._peers: dict[str, Peer] = {}
+        self._next_beat_s = 0.0
+        self.on_ready: Callable[[Peer], None] = lambda peer: None
+        self.on_lost: Callable[[Peer, str], None] = lambda peer, reason: None
+        self.on_fenced: Callable[[str], None] = lambda worker_id: None
+        """A worker of this id came back as a new process: the old one can write no more."""
+
+    def ready(self) -> list[Peer]:
+        """Workers (not routers) that KV may flow to or from."""
+        return [p for p in self._peers.values() if p.state is PeerState.READY and p.facts]
+
+    def get(self, key: str) -> Peer | None:
+        return self._peers.get(key)
+
+    def require(self, key: str) -> Peer:
+        """The ready worker behind `key`. Raises WireError for anybody else."""
+        peer = self._peers.get(key)
+        if peer is None or peer.state is not PeerState.READY or peer.facts is None:
+            raise WireError(f"{key} is no ready worker")
+        return peer
+
+    def dial(self, address: str) -> None:
+        key = self._channel.dial(address)
+        self._peers[key] = Peer(key, time.monotonic())
+
+    def send(self, key: str, message: Message) -> bool:
+        """False when the peer is gone: it is then lost."""
+        try:
+            self._channel.send(key, message)
+        except ControlError as error:
+            self.lose(key, str(error))
+            return False
+        return True
+
+    def laggards(self, generation: int) -> list[str]:
+        return [p.key for p in self.ready() if p.acked_generation < generation]
+
+    def publish(self, update: RegionsUpdate) -> None:
+        """Tell all who know, or are about to know, what was registered before it."""
+        for peer in list(self._peers.values()):
+            greeted = peer.state is PeerState.GREETING and peer.hello_sent_s > 0
+            if greeted or (peer.state is PeerState.READY and peer.facts):
+                self.send(peer.key, update)
+
+    # --- messages -----------------------------------------------------------------------------
+
+    def heard(self, key: str) -> None:
+        if key in self._peers:
+            self._peers[key].last_seen_s = time.monotonic()
+
+    def on_hello(self, key: str, hello: Hello) -> None:
+        if hello.wire_version != WIRE_VERSION:
+            self._reject(key, HandshakeRejected("wire_version", WIRE_VERSION, hello.wire_version))
+        elif hello.facts is None:
+            self._peers[key] = Peer(key, time.monotonic(), PeerState.READY)
+            self.send(key, Welcome(WIRE_VERSION, self._facts(), ""))
+        else:
+            self._greet(key, hello.facts)
+
+    def _greet(self, key: str, facts: WorkerFacts) -> None:
+        """Idempotent: a Hello that is repeated is answered again."""
+        peer = self._peers.get(key) or Peer(key, time.monotonic())
+        try:
+            direction = agree(self._facts(), facts)
+            peer.learn(facts, direction)
+        except KvxferError as error:
+            self._reject(key, error)
+            return
+        self._replace_older(peer)
+        self._peers[key] = peer
+        self._load(peer, lambda: Welcome(WIRE_VERSION, self._facts(), direction))
+
+    def _replace_older(self, peer: Peer) -> None:
+        for old in list(self._peers.values()):
+            if old.key != peer.key and old.facts and peer.facts and old.name == peer.name:
+                self.lose(old.key, "a new process of the same worker said Hello")
+                del self._peers[old.key]
+                self.on_fenced(peer.name)
+
+    def _reject(self, key: str, error: KvxferError) -> None:
+        logger.warning("refused %s: %s", key, error)
+        if isinstance(error, HandshakeRejected):
+            reject = Reject(error.field, str(error.theirs), str(error.ours))
+        else:
+            reject = Reject("facts", "", str(error))
+        self._channel.send(key, reject)
+
+    def on_welcome(self, key: str, welcome: Welcome) -> None:
+        peer = self._peers.get(key)
+        if peer is None or not key.startswith("out:"):
+            raise WireError(f"Welcome from {key}, whom nobody greeted")
+        if peer.state is PeerState.READY:
+            return  # the answer to a Hello that was repeated
+        if welcome.wire_version != WIRE_VERSION:
+            raise HandshakeRejected("wire_version", WIRE_VERSION, welcome.wire_version)
+        ours = self._facts()
+        direction = agree(ours, welcome.facts)
+        if welcome.direction != direction:
+            raise HandshakeRejected("direction", direction, welcome.direction)
+        restarted = peer.facts and peer.facts.incarnation != welcome.facts.incarnation
+        peer.learn(welcome.facts, direction)
+        if restarted:
+            self.on_fenced(peer.name)
+        self._load(peer, None)
+
+    def on_reject(self, key: str, reject: Reject) -> None:
+        """Whom we dialled will not have us: nothing that waiting could mend."""
+        if key.startswith("out:"):
+            raise HandshakeRejected(reject.field, reject.ours, reject.theirs)
+        raise WireError(f"Reject from {key}, whom nobody greeted")
+
+    def on_goodbye(self, key: str, goodbye: Goodbye) -> None:
+        self.lose(key, f"it left: {goodbye.reason}", left=True)
+
+    def on_regions_update(self, key: str, update: RegionsUpdate) -> None:
+        peer = self._peers.get(key)
+        if peer is None or peer.facts is None or peer.state is PeerState.GONE:
+            raise WireError(f"RegionsUpdate from {key}, who said no Hello")
+        peer.grow(update)
+        self._connect(peer, update.description, lambda: self._ack(peer, update.generation))
+
+    def on_regions_ack(self, key: str, ack: RegionsAck) -> None:
+        peer = self._peers.get(key)
+        if peer is not None:
+            peer.acked_generation = max(peer.acked_generation, ack.generation)
+
+    # --- life cycle ---------------------------------------------------------------------------
+
+    def _load(self, peer: Peer, answer: Callable[[], Message] | None) -> None:
+        """Give all of the peer's regions to the connector; then it is ready."""
+        assert peer.facts is not None
+        generation = peer.facts.generation
+
+        def loaded() -> None:
+            newly = peer.state is not PeerState.READY
+            peer.state = PeerState.READY
+            peer.last_seen_s = time.monotonic()
+            if answer is not None and not self.send(peer.key, answer()):
+                return
+            self._ack(peer, generation)
+            if newly:
+                logger.info("peer %s is ready, lane: %s", peer.name, peer.direction)
+                self.on_ready(peer)
+
+        self._connect(peer, peer.facts.description, loaded)
+
+    def _connect(self, peer: Peer, description: bytes, loaded: Callable[[], None]) -> None:
+        assert peer.facts is not None
+
+        def done(_: None) -> None:
+            if self._peers.get(peer.key) is peer and peer.state is not PeerState.GONE:
+                loaded()
+
+        self._transfer.connect(
+            peer.key,
+            peer.facts.base_address,
+            description,
+            done,
+            lambda error: self.lose(peer.key, str(error)),
+        )
+
+    def _ack(self, peer: Peer, generation: int) -> None:
+        self.send(peer.key, RegionsAck(generation))
+
+    def lose(self, key: str, reason: str, left: bool = False) -> None:
+        """Fence a peer off. Its state is GONE when `on_lost` is called.
+
+        Raises WorkerDied where the options say that a worker without its peer shall end, unless
+        the peer `left` on purpose.
+        """
+        peer = self._peers.get(key)
+        if peer is None or peer.state is PeerState.GONE:
+            return
+        peer.state = PeerState.GONE
+        peer.hello_sent_s = 0.0
+        peer.acked_generation = 0
+        if peer.facts is not None:
+            logger.warning("peer %s is lost: %s", peer.name, reason)
+            self._transfer.disconnect(key, lambda error: logger.warning("%s", error))
+        if not key.startswith("out:"):
+            del self._peers[key]
+        self.on_lost(peer, reason)
+        if self._exit_on_loss and peer.facts is not None and not left:
+            raise WorkerDied(f"peer {peer.name} is lost: {reason}")
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        for peer in list(self._peers.values()):
+            if peer.state is PeerState.READY and now - peer.last_seen_s > self._timeout_s:
+                self.lose(peer.key, f"nothing heard for {self._timeout_s:g} s")
+        if now >= self._next_beat_s:
+            self._next_beat_s = now + self._timeout_s / 6
+            for peer in list(self._peers.values()):
+                if peer.state is PeerState.READY:
+                    self.send(peer.key, Heartbeat())
+        for peer in list(self._peers.values()):
+            if peer.state is not PeerState.READY and peer.key.startswith("out:"):
+                self._say_hello(peer, now)
+
+    def _say_hello(self, peer: Peer, now: float) -> None:
+        """Greet, or greet again; nothing happens while there is no connection to send on."""
+        if now - peer.hello_sent_s < HELLO_RETRY_S:
+            return
+        try:
+            self._channel.send(peer.key, Hello(WIRE_VERSION, self._facts()))
+        except ControlError as error:
+            logger.debug("%s is not there yet: %s", peer.key, error)
+            return
+        peer.state = PeerState.GREETING
+        peer.hello_sent_s = now
+
+    def farewell(self, reason: str) -> None:
+        """Tell everybody that this worker leaves."""
+        for peer in self._peers.values():
+            if peer.state is PeerState.READY:
+                try:
+                    self._channel.send(peer.key, Goodbye(reason))
+                except ControlError as error:
+                    logger.debug("no goodbye to %s: %s", peer.name, error)

@@ -1,0 +1,132 @@
+"""The life of a worker process: options in, exit code out, nothing left behind.
+
+Imports nothing heavy: bad options are refused, and the port is bound and told to the launcher,
+before seconds are spent on torch (see `kvxfer.worker.assembly`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from kvxfer.cache.layout import KVCacheLayout
+from kvxfer.config import WorkerOptions, check_device, resolve
+from kvxfer.control.channel import Channel
+from kvxfer.errors import KvxferError, UsageError, WorkerDied
+from kvxfer.transfer.lanes import LANES
+
+if TYPE_CHECKING:
+    from kvxfer.worker.assembly import MakeRole
+
+logger = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+
+
+class StopRequested(BaseException):
+    """SIGINT or SIGTERM before the control loop runs: unwind and leave."""
+
+
+class Announcer:
+    """Tells a launcher, over a pipe it gave us, how far the start has come."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def step(self, text: str) -> None:
+        logger.info("%s", text)
+        self._write({"event": "step", "text": text})
+
+    def listening(self, address: str, worker_id: str) -> None:
+        logger.info("%s listens on %s", worker_id, address)
+        self._write({"event": "listening", "address": address, "worker_id": worker_id})
+
+    def ready(self) -> None:
+        logger.info("ready")
+        self._write({"event": "ready"})
+
+    def failed(self, text: str) -> None:
+        with contextlib.suppress(WorkerDied):  # nobody left to tell
+            self._write({"event": "failed", "text": text})
+
+    def _write(self, record: dict[str, str]) -> None:
+        if self._fd < 0:
+            return
+        try:
+            os.write(self._fd, (json.dumps(record) + "\n").encode())
+        except BrokenPipeError:
+            raise WorkerDied("the launcher is gone") from None
+
+
+def run_worker(role: str, options: WorkerOptions, dial: Sequence[str], make_role: MakeRole) -> int:
+    """Run one worker until it is told to stop. Returns the exit code."""
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s {role} %(levelname)s %(message)s", force=True
+    )
+    announcer = Announcer(options.ready_fd)
+    try:
+        with handle_signals(_request_stop):
+            if options.ready_fd >= 0:
+                _end_with_parent()
+            options = resolve(options, role)
+            _check_cheaply(options)
+            with contextlib.ExitStack() as undo:
+                incarnation = secrets.token_hex(8)
+                channel = Channel(f"{options.worker_id}.{incarnation}", options.listen)
+                undo.callback(channel.close)
+                announcer.listening(channel.address, options.worker_id)
+                announcer.step("importing torch and transformers")
+                from kvxfer.worker.assembly import serve
+
+                serve(role, options, incarnation, channel, dial, make_role, announcer)
+    except StopRequested:
+        logger.info("stopped")
+        return 0
+    except KvxferError as error:
+        announcer.failed(str(error))
+        print(f"{role}: error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+def _check_cheaply(options: WorkerOptions) -> None:
+    """Refuse bad values before seconds are spent on imports."""
+    KVCacheLayout.parse("kv_cache_layout", options.kv_cache_layout)
+    check_device(options.device)
+    if options.lane not in LANES:
+        raise UsageError("lane", options.lane, f"must be one of {', '.join(LANES)}")
+
+
+def _request_stop() -> None:
+    raise StopRequested
+
+
+@contextlib.contextmanager
+def handle_signals(act: Callable[[], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM call `act` in the main thread."""
+    old = {
+        number: signal.signal(number, lambda *_: act())
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when its launcher dies, however it dies."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        logger.warning(
+            "prctl failed with %d: this worker may outlive its launcher", ctypes.get_errno()
+        )

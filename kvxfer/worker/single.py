@@ -1,0 +1,117 @@
+"""One process that prefills and decodes, with no transfer: what every hand-over is compared with.
+
+It answers the same Generate as a decode worker, one request after another. Run by the demo and by
+tests as `python -m kvxfer.worker.single`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+
+from kvxfer.cache.kv_cache import KVCache
+from kvxfer.command import run_command
+from kvxfer.config import WorkerOptions
+from kvxfer.control.messages import Finished, Generate, Token, TransferStats
+from kvxfer.model.runner import ModelRunner, SequenceStep
+from kvxfer.model.sampling import SampleSpec
+from kvxfer.transfer.digest import block_digests
+from kvxfer.worker.assembly import WorkerParts
+from kvxfer.worker.loop import Handler
+from kvxfer.worker.process import run_worker
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    tokens: list[int]
+    kv_digests: list[str]
+
+
+def generate(
+    runner: ModelRunner, cache: KVCache, request: Generate, blocks: list[int], chunk_tokens: int
+) -> _Answer:
+    """The whole of one request in the chunks and steps that P + D use. Model thread."""
+    sampling = request.sampling
+    spec = SampleSpec(sampling.temperature, sampling.top_p, sampling.seed)
+    prompt = request.tokens
+    token: int | None = None
+    for start in range(0, len(prompt), chunk_tokens):
+        stop = min(start + chunk_tokens, len(prompt))
+        sample = spec if stop == len(prompt) else None
+        token = runner.prefill_chunk(SequenceStep(prompt[start:stop], start, blocks, sample))
+    assert token is not None
+    digests = block_digests(cache.views, blocks, len(prompt)) if request.verify else []
+    output = [token]
+    while len(output) < request.max_new_tokens and output[-1] not in request.stop_token_ids:
+        step = SequenceStep(output[-1:], len(prompt) + len(output) - 1, blocks, spec)
+        output += runner.decode_step([step])
+    return _Answer(output, digests)
+
+
+class SingleWorker:
+    """Requests in order of arrival, one at a time."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self._parts = parts
+        self._waiting: deque[tuple[str, Generate]] = deque()
+        self._is_busy = False
+        self.handlers: dict[type, Handler] = {Generate: self._on_generate}
+        parts.growth.on_settled = self._pump
+
+    def _on_generate(self, key: str, request: Generate) -> None:
+        self._waiting.append((key, request))
+        self._pump()
+
+    def _pump(self) -> None:
+        if self._is_busy or not self._waiting:
+            return
+        engine = self._parts.engine
+        key, request = self._waiting[0]
+        total = len(request.tokens) + request.max_new_tokens
+        needed = engine.cache.geometry.spec.num_blocks(total)
+        if total > engine.max_model_len:
+            self._waiting.popleft()
+            self._finish(key, request, "error", f"{total} tokens: {engine.max_model_len} fit", [])
+        elif not engine.allocator.can_allocate(needed):
+            self._parts.growth.request(needed + 1)
+        else:
+            self._waiting.popleft()
+            self._is_busy = True
+            blocks = engine.allocator.allocate(needed)
+            chunk = self._parts.options.max_num_batched_tokens
+            self._parts.model.submit(
+                partial(generate, engine.runner, engine.cache, request, blocks, chunk),
+                partial(self._answered, key, request, blocks),
+                lambda error: self._finish(key, request, "error", str(error), []),
+            )
+
+    def _answered(self, key: str, request: Generate, blocks: list[int], answer: _Answer) -> None:
+        self._is_busy = False
+        self._parts.engine.allocator.free(blocks)
+        for index, token in enumerate(answer.tokens):
+            self._parts.peers.send(key, Token(request.request_id, index, token))
+        stopped = answer.tokens[-1] in request.stop_token_ids
+        self._finish(key, request, "stop" if stopped else "length", "", answer.kv_digests)
+        self._pump()
+
+    def _finish(
+        self, key: str, request: Generate, reason: str, error: str, digests: list[str]
+    ) -> None:
+        finished = Finished(request.request_id, reason, error, 0, TransferStats(), digests)
+        self._parts.peers.send(key, finished)
+
+    def tick(self) -> None:
+        pass
+
+    def status(self) -> dict[str, int | float | str]:
+        return self._parts.status()
+
+
+def single(options: WorkerOptions) -> int:
+    """Run one process that prefills and decodes by itself: the reference for `kvxfer demo`."""
+    return run_worker("single", options, (), SingleWorker)
+
+
+if __name__ == "__main__":
+    run_command(single, "python -m kvxfer.worker.single")

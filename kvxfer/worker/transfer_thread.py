@@ -1,0 +1,152 @@
+"""The thread that owns the connector and the cache's memory: every call into either is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from kvxfer.cache.kv_cache import Extension, KVCache
+from kvxfer.errors import KvxferError
+from kvxfer.telemetry.trace import now_ns
+from kvxfer.transfer.connector import Connector, Direction
+from kvxfer.transfer.plan import TransferPlan
+from kvxfer.transfer.regions import Region
+from kvxfer.worker.mailbox import Mailbox
+from kvxfer.worker.work_thread import Report, WorkThread
+
+BUSY_WAIT_S = 0.0002
+"""Pause between polls while tickets of ours are in flight."""
+SERVING_WAIT_S = 0.002
+"""... while a peer may need our progress (a connector without a progress thread of its own)."""
+IDLE_WAIT_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """A transfer that ended; `error` is None or says why its bytes must not be used."""
+
+    num_bytes: int
+    num_runs: int
+    start_ns: int
+    end_ns: int
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What an extension added, registered and ready to be told to peers."""
+
+    extension: Extension
+    regions: tuple[Region, ...]
+    update: bytes
+    """The connector's description of `regions`."""
+    description: bytes
+    """... and of everything registered."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    plan: TransferPlan
+    start_ns: int
+    ended: Callable[[Movement], None]
+
+    def landed(self, error: str | None) -> Movement:
+        plan = self.plan
+        return Movement(plan.total_bytes, plan.num_runs, self.start_ns, now_ns(), error)
+
+
+class TransferThread(WorkThread):
+    """Callbacks run in the control thread. Owns `connector`; shares `cache` with nobody who
+    commits (the model thread only touches committed blocks)."""
+
+    def __init__(self, connector: Connector, cache: KVCache, reports: Mailbox[Report]) -> None:
+        super().__init__("transfer", reports)
+        self._connector = connector
+        self._cache = cache
+        self._registered: tuple[Region, ...] = ()
+        self._flights: dict[int, _Flight] = {}
+        self._closed = False
+        self.serving = False
+        """Set by the control thread while a peer may be moving bytes of ours."""
+
+    def move(
+        self,
+        peer: str,
+        direction: Direction,
+        plan: TransferPlan,
+        ended: Callable[[Movement], None],
+    ) -> None:
+        """Submit `plan`; `ended` is called exactly once, also when it could not be submitted."""
+        start_ns = now_ns()
+
+        def run() -> None:
+            flight = _Flight(plan, now_ns(), ended)
+            ticket = self._connector.submit(peer, direction, plan)
+            self._flights[ticket] = flight
+
+        def failed(error: KvxferError) -> None:
+            ended(_Flight(plan, start_ns, ended).landed(str(error)))
+
+        self.submit(run, lambda _: None, failed)
+
+    def grow(
+        self,
+        num_blocks: int,
+        done: Callable[[Growth], None],
+        failed: Callable[[KvxferError], None],
+    ) -> None:
+        """Extend the cache and register the new chunks: both, or neither."""
+        self.submit(lambda: self._grow(num_blocks), done, failed)
+
+    def connect(
+        self,
+        peer: str,
+        base_address: int,
+        description: bytes,
+        done: Callable[[None], None],
+        failed: Callable[[KvxferError], None],
+    ) -> None:
+        self.submit(lambda: self._connector.connect(peer, base_address, description), done, failed)
+
+    def disconnect(self, peer: str, failed: Callable[[KvxferError], None]) -> None:
+        self.submit(lambda: self._connector.disconnect(peer), lambda _: None, failed)
+
+    def close_connector(self, failed: Callable[[KvxferError], None]) -> None:
+        """The last job before `stop`: deregister everything and leave the transport."""
+
+        def run() -> None:
+            self._connector.deregister(self._registered)
+            self._registered = ()
+            self._closed = True
+            self._connector.close()
+
+        self.submit(run, lambda _: None, failed)
+
+    def _grow(self, num_blocks: int) -> Growth:
+        with ExitStack() as undo:
+            extension = self._cache.extend(num_blocks)
+            undo.callback(self._cache.retract, extension)
+            known = set(self._registered)
+            chunks = [Region(chunk.offset, chunk.size) for chunk in self._cache.buffer.chunks]
+            added = tuple(region for region in chunks if region not in known)
+            self._connector.register(added)
+            undo.callback(self._connector.deregister, added)
+            registered = self._registered + added
+            update = self._connector.describe(added)
+            growth = Growth(extension, added, update, self._connector.describe(registered))
+            self._registered = registered
+            undo.pop_all()
+        return growth
+
+    def idle(self) -> float:
+        if self._closed:
+            return IDLE_WAIT_S
+        for result in self._connector.poll():
+            flight = self._flights.pop(result.ticket)
+            movement = flight.landed(result.error)
+            self.report(partial(flight.ended, movement))
+        if self._flights:
+            return BUSY_WAIT_S
+        return SERVING_WAIT_S if self.serving else IDLE_WAIT_S

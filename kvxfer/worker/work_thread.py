@@ -1,0 +1,92 @@
+"""A thread that does one job after another and reports to the control thread."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvxfer.errors import KvxferError, WorkerDied
+from kvxfer.worker.mailbox import Mailbox
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Report = Callable[[], None]
+"""Runs in the control thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    run: Callable[[], Any]
+    done: Callable[[Any], None]
+    failed: Callable[[KvxferError], None]
+
+
+class WorkThread:
+    """Jobs run here, in order; what they return or raise is handled in the control thread.
+
+    A KvxferError is the job's own failure. Anything else is a bug: it ends the process, through
+    the control thread, with a clear last line.
+    """
+
+    def __init__(self, name: str, reports: Mailbox[Report]) -> None:
+        self._reports = reports
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(
+        self,
+        run: Callable[[], T],
+        done: Callable[[T], None],
+        failed: Callable[[KvxferError], None],
+    ) -> None:
+        self._jobs.put(_Job(run, done, failed))
+
+    def stop(self, timeout_s: float) -> bool:
+        """Let the jobs before this one end; False if they did not within `timeout_s`."""
+        self._jobs.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def report(self, call: Report) -> None:
+        self._reports.put(call)
+
+    def idle(self) -> float | None:
+        """Called between jobs; returns for how long to wait for the next (None: for ever)."""
+        return None
+
+    def _main(self) -> None:
+        try:
+            while True:
+                try:
+                    job = self._jobs.get(timeout=self.idle())
+                except queue.Empty:
+                    continue
+                if job is None:
+                    return
+                self._execute(job)
+        except Exception as error:
+            logger.exception("thread %s died", self._thread.name)
+            reason = f"thread {self._thread.name} died: {type(error).__name__}: {error}"
+            self._reports.put(lambda: _raise(WorkerDied(reason)))
+
+    def _execute(self, job: _Job) -> None:
+        try:
+            result = job.run()
+        except KvxferError as error:
+            failure = error
+            self._reports.put(lambda: job.failed(failure))
+        else:
+            self._reports.put(lambda: job.done(result))
+
+
+def _raise(error: KvxferError) -> None:
+    raise error

@@ -1,0 +1,132 @@
+"""What a prefill worker computes next: jobs in order of arrival, each in chunks.
+
+| state        | what happens                                           | leaves by |
+| ---          | ---                                                    | --- |
+| WAITING      | queued; holds no blocks                                | blocks free → COMPUTING |
+| COMPUTING    | chunks are computed, and handed over as they finish    | last chunk → HANDING_OVER |
+| HANDING_OVER | push: writes in flight; pull: reads under the lease    | proved complete → ENDED |
+| ENDING       | given up; a chunk or writes of ours are not over yet   | they are over → ENDED |
+| ENDED        | blocks are free; the other side was told               | |
+
+Every state but ENDED has the job's deadline.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvxfer.cache.blocks import BlockAllocator
+from kvxfer.control.messages import PrefillRequest, TransferStats
+from kvxfer.control.session import Peer
+from kvxfer.model.runner import SequenceStep
+from kvxfer.model.sampling import SampleSpec
+
+
+class JobState(enum.Enum):
+    WAITING = enum.auto()
+    COMPUTING = enum.auto()
+    HANDING_OVER = enum.auto()
+    ENDING = enum.auto()
+    ENDED = enum.auto()
+
+
+@dataclass
+class PrefillJob:
+    """One request of one decode worker."""
+
+    request: PrefillRequest
+    peer: Peer
+    deadline_s: float
+    state: JobState = JobState.WAITING
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    """Tokens whose KV is in our cache."""
+    first_token: int | None = None
+    chunk_running: bool = False
+    moves_in_flight: int = 0
+    stats: TransferStats = field(default_factory=TransferStats)
+    failure: str = ""
+    """Why it was given up; told to decode once nothing of ours is under way any more."""
+    aborted: bool = False
+    """Decode gave it up and is owed an Aborted."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Request ids are the decode worker's: two workers may use the same one."""
+        return self.peer.key, self.request.request_id
+
+    @property
+    def is_quiet(self) -> bool:
+        """Neither the model nor the connector works for it."""
+        return not self.chunk_running and self.moves_in_flight == 0
+
+
+class PrefillScheduler:
+    """First come, first served; one job computes at a time. Control thread only."""
+
+    def __init__(self, allocator: BlockAllocator, chunk_tokens: int, block_size: int) -> None:
+        self._allocator = allocator
+        self._chunk_tokens = chunk_tokens
+        self._block_size = block_size
+        self._waiting: deque[PrefillJob] = deque()
+        self.current: PrefillJob | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, job: PrefillJob) -> None:
+        self._waiting.append(job)
+
+    def remove(self, job: PrefillJob) -> None:
+        """Drop a job that is given up: it is computed no further."""
+        if job in self._waiting:
+            self._waiting.remove(job)
+        if self.current is job:
+            self.current = None
+
+    def missing_blocks(self) -> int:
+        """Blocks that the job at the front lacks; 0 when it can start or there is none."""
+        if self.current is not None or not self._waiting:
+            return 0
+        return max(0, self._needed(self._waiting[0]) - self._allocator.num_free)
+
+    def next_chunk(self) -> tuple[PrefillJob, SequenceStep] | None:
+        """The next chunk to compute; a waiting job gets its blocks here, when it can."""
+        if self.current is None and self._waiting:
+            if not self._allocator.can_allocate(self._needed(self._waiting[0])):
+                return None
+            job = self._waiting.popleft()
+            job.blocks = self._allocator.allocate(self._needed(job))
+            job.state = JobState.COMPUTING
+            self.current = job
+        if self.current is None or self.current.chunk_running:
+            return None
+        return self.current, self._chunk(self.current)
+
+    def finish_chunk(self, job: PrefillJob, step: SequenceStep, token: int | None) -> range:
+        """Account for a computed chunk; returns the tokens it added."""
+        job.chunk_running = False
+        start, job.computed = job.computed, step.start + len(step.tokens)
+        if job.computed == len(job.request.tokens):
+            job.first_token = token
+            if job.state is JobState.COMPUTING:
+                job.state = JobState.HANDING_OVER
+            self.remove(job)
+        return range(start, job.computed)
+
+    def _needed(self, job: PrefillJob) -> int:
+        return -(-len(job.request.tokens) // self._block_size)
+
+    def _chunk(self, job: PrefillJob) -> SequenceStep:
+        tokens = job.request.tokens
+        stop = min(job.computed + self._chunk_tokens, len(tokens))
+        sampling = job.request.sampling
+        spec = SampleSpec(sampling.temperature, sampling.top_p, sampling.seed)
+        return SequenceStep(
+            tokens=tokens[job.computed : stop],
+            start=job.computed,
+            block_table=job.blocks,
+            sample=spec if stop == len(tokens) else None,
+        )

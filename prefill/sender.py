@@ -1,0 +1,101 @@
+"""How computed KV leaves: pushed by us, or read by decode under a lease."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvxfer.cache.kv_cache import KVCache
+from kvxfer.control.messages import Confirmed, Done, Lease, Ready
+from kvxfer.telemetry.trace import Trace
+from kvxfer.transfer.connector import Direction
+from kvxfer.transfer.plan import CacheSide, plan_transfer
+from kvxfer.transfer.regions import RegionSet
+from kvxfer.worker.peers import PeerTable
+from kvxfer.worker.stats import add_movement
+from kvxfer.worker.transfer_thread import Movement, TransferThread
+from prefill.schedule import PrefillJob
+
+logger = logging.getLogger(__name__)
+
+Settle = Callable[[PrefillJob], None]
+"""Called when something of a job ended; the worker looks whether all of it has."""
+
+
+class Sender:
+    """Control thread only. `regions` tells what our cache has registered now."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        transfer: TransferThread,
+        peers: PeerTable,
+        regions: Callable[[], RegionSet],
+        trace: Trace,
+        settle: Settle,
+    ) -> None:
+        self._cache = cache
+        self._transfer = transfer
+        self._peers = peers
+        self._regions = regions
+        self._trace = trace
+        self._settle = settle
+
+    def hand_over(self, job: PrefillJob, tokens: range, timeout_s: float) -> None:
+        """Send `tokens`, whose KV was just computed, on their way. Raises PlanError, RegionError."""
+        if job.peer.direction is Direction.PUSH:
+            self._push(job, tokens)
+        else:
+            self._offer(job, tokens, timeout_s)
+
+    def _push(self, job: PrefillJob, tokens: range) -> None:
+        assert job.peer.facts is not None
+        source = CacheSide(self._cache.geometry, self._regions(), job.blocks)
+        target = CacheSide(job.peer.facts.geometry, job.peer.regions, job.request.grant.blocks)
+        plan = plan_transfer(source, target, tokens)
+        if tokens.start == 0:
+            self._trace.event("transfer_start", request=job.request.request_id, lane="push")
+        job.moves_in_flight += 1
+
+        def ended(movement: Movement) -> None:
+            job.moves_in_flight -= 1
+            job.stats = add_movement(job.stats, movement)
+            if movement.error and not job.failure:
+                job.failure = f"push to {job.peer.name} failed: {movement.error}"
+            self._settle(job)
+
+        self._transfer.move(job.peer.key, Direction.PUSH, plan, ended)
+
+    def _offer(self, job: PrefillJob, tokens: range, timeout_s: float) -> None:
+        final = tokens.stop == len(job.request.tokens)
+        lease = Lease(job.request.grant.grant_id, job.blocks, timeout_s)
+        ready = Ready(job.request.request_id, lease, tokens.start, tokens.stop, final)
+        self._peers.send(job.peer.key, ready)
+
+    def complete(self, job: PrefillJob) -> None:
+        """Tell decode that everything was pushed and is visible, or confirm what it pulled."""
+        assert job.first_token is not None
+        request = job.request
+        if job.peer.direction is Direction.PUSH:
+            stats = job.stats
+            self._trace.event(
+                "transfer_end",
+                request=request.request_id,
+                lane="push",
+                start_ns=stats.start_ns,
+                end_ns=stats.end_ns,
+                num_bytes=stats.num_bytes,
+            )
+            layers = self._cache.geometry.spec.num_layers
+            done = Done(
+                request.request_id,
+                request.grant.grant_id,
+                job.computed,
+                layers,
+                job.first_token,
+                stats,
+            )
+            self._peers.send(job.peer.key, done)
+        else:
+            confirmed = Confirmed(request.request_id, request.grant.grant_id, job.first_token)
+            self._peers.send(job.peer.key, confirmed)

@@ -1,0 +1,186 @@
+"""The prefill worker: computes prompts for decode workers and hands their KV over."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from typing import Any
+
+from kvxfer.control.messages import Abort, Aborted, Failed, PrefillRequest, Taken
+from kvxfer.control.session import Peer
+from kvxfer.errors import KvxferError, WireError
+from kvxfer.model.runner import SequenceStep
+from kvxfer.transfer.connector import Direction
+from kvxfer.worker.assembly import WorkerParts
+from kvxfer.worker.loop import Handler
+from prefill.schedule import JobState, PrefillJob, PrefillScheduler
+from prefill.sender import Sender
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillWorker:
+    """The role's state machine; see `prefill.schedule` for the states. Control thread only."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        engine = parts.engine
+        self._parts = parts
+        self._jobs: dict[tuple[str, str], PrefillJob] = {}
+        self._scheduler = PrefillScheduler(
+            engine.allocator,
+            parts.options.max_num_batched_tokens,
+            engine.cache.geometry.spec.block_size,
+        )
+        self._sender = Sender(
+            engine.cache,
+            parts.transfer,
+            parts.peers,
+            lambda: parts.growth.regions,
+            parts.trace,
+            self._settle,
+        )
+        self.handlers: dict[type, Handler] = {
+            PrefillRequest: self._on_request,
+            Taken: self._on_taken,
+            Abort: self._on_abort,
+        }
+        parts.peers.on_lost = self._on_peer_lost
+        parts.growth.on_settled = self._pump
+
+    # --- messages -----------------------------------------------------------------------------
+
+    def _on_request(self, key: str, request: PrefillRequest) -> None:
+        peer = self._parts.peers.require(key)
+        job = PrefillJob(request, peer, time.monotonic() + request.grant.timeout_s)
+        if job.key in self._jobs:
+            raise WireError(f"request {request.request_id} is here already")
+        problem = self._problem(request, peer)
+        if problem:
+            self._parts.peers.send(key, Failed(request.request_id, problem))
+            return
+        self._jobs[job.key] = job
+        self._scheduler.add(job)
+        self._pump()
+
+    def _problem(self, request: PrefillRequest, peer: Peer) -> str:
+        """Why a request cannot be served, or ''."""
+        engine = self._parts.engine
+        num_tokens = len(request.tokens)
+        spec = engine.cache.geometry.spec
+        assert peer.facts is not None
+        if not 0 < num_tokens <= engine.max_model_len:
+            return f"prompt of {num_tokens} tokens: this worker takes 1 to {engine.max_model_len}"
+        if not all(0 <= token < engine.info.vocab_size for token in request.tokens):
+            return f"prompt: a token is not in the vocabulary of {engine.info.vocab_size}"
+        blocks = request.grant.blocks
+        if len(blocks) < spec.num_blocks(num_tokens):
+            return f"grant of {len(blocks)} blocks for {num_tokens} tokens"
+        if not all(0 < block < peer.facts.geometry.capacity_blocks for block in blocks):
+            return "grant names the null block or one beyond the capacity"
+        return ""
+
+    def _on_taken(self, key: str, taken: Taken) -> None:
+        job = self._jobs.get((key, taken.request_id))
+        if job is None or job.state is not JobState.HANDING_OVER:
+            logger.warning("%s took request %s, which is over", key, taken.request_id)
+            self._parts.peers.send(key, Failed(taken.request_id, "the lease was broken"))
+            return
+        self._sender.complete(job)
+        self._end(job)
+
+    def _on_abort(self, key: str, abort: Abort) -> None:
+        job = self._jobs.get((key, abort.request_id))
+        if job is None:
+            self._parts.peers.send(key, Aborted(abort.request_id))
+            return
+        job.aborted = True
+        self._give_up(job, abort.reason)
+
+    def _on_peer_lost(self, peer: Peer, reason: str) -> None:
+        for job in [job for job in self._jobs.values() if job.peer is peer]:
+            self._give_up(job, f"{peer.name} is lost: {reason}")
+
+    # --- work ---------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Start whatever can start."""
+        missing = self._scheduler.missing_blocks()
+        if missing:
+            self._parts.growth.request(self._parts.engine.allocator.num_blocks + missing)
+        found = self._scheduler.next_chunk()
+        if found is None:
+            return
+        job, step = found
+        job.chunk_running = True
+        runner = self._parts.engine.runner
+        self._parts.model.submit(
+            partial(runner.prefill_chunk, step),
+            partial(self._chunk_done, job, step),
+            partial(self._chunk_failed, job),
+        )
+
+    def _chunk_done(self, job: PrefillJob, step: SequenceStep, token: int | None) -> None:
+        tokens = self._scheduler.finish_chunk(job, step, token)
+        if job.state in (JobState.COMPUTING, JobState.HANDING_OVER):
+            try:
+                self._sender.hand_over(job, tokens, job.deadline_s - time.monotonic())
+            except KvxferError as error:
+                self._give_up(job, str(error))
+        self._settle(job)
+        self._pump()
+
+    def _chunk_failed(self, job: PrefillJob, error: KvxferError) -> None:
+        job.chunk_running = False
+        self._give_up(job, str(error))
+        self._pump()
+
+    def _give_up(self, job: PrefillJob, reason: str) -> None:
+        if job.state is JobState.ENDED:
+            return
+        self._scheduler.remove(job)
+        job.failure = job.failure or reason
+        job.state = JobState.ENDING
+        self._settle(job)
+
+    def _settle(self, job: PrefillJob) -> None:
+        """End a job once nothing of it is under way any more."""
+        if job.failure and job.state in (JobState.COMPUTING, JobState.HANDING_OVER):
+            self._scheduler.remove(job)
+            job.state = JobState.ENDING
+        if not job.is_quiet:
+            return
+        request_id = job.request.request_id
+        if job.state is JobState.ENDING:
+            message: Any = Aborted(request_id) if job.aborted else Failed(request_id, job.failure)
+            logger.warning("request %s: %s", request_id, job.failure)
+            self._end(job)
+            if self._parts.peers.get(job.peer.key) is job.peer:
+                self._parts.peers.send(job.peer.key, message)
+        elif job.state is JobState.HANDING_OVER and job.peer.direction is Direction.PUSH:
+            self._sender.complete(job)
+            self._end(job)
+
+    def _end(self, job: PrefillJob) -> None:
+        job.state = JobState.ENDED
+        del self._jobs[job.key]
+        if job.blocks:
+            self._parts.engine.allocator.free(job.blocks)
+        self._pump()
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        for job in [job for job in self._jobs.values() if now > job.deadline_s]:
+            if job.state is not JobState.ENDING:
+                self._give_up(job, f"deadline passed in state {job.state.name}")
+        self._parts.transfer.serving = bool(self._jobs)
+
+    def status(self) -> dict[str, int | float | str]:
+        return {
+            **self._parts.status(),
+            "jobs": len(self._jobs),
+            "queued": len(self._scheduler),
+            "handing_over": sum(
+                job.computed > 0 and job.state is not JobState.ENDED for job in self._jobs.values()
+            ),
+        }
