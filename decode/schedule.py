@@ -1,14 +1,14 @@
 """What a decode worker computes next: one token for every sequence that runs.
 
-| state    | what happens                                             | leaves by |
-| ---      | ---                                                      | --- |
-| WAITING  | queued; holds no blocks                                  | blocks and a prefill worker → GRANTED |
-| GRANTED  | prefill computes and writes, or we read what it computed | complete and proved → FILLED |
-| FILLED   | the prompt's KV is ours; digests are taken if asked for  | → RUNNING |
-| RUNNING  | decodes in the batch                                     | stop, length, cancel → ENDED |
-| ABORTING | told to the router; blocks quarantined while the other   | Aborted, Failed, fenced, and our |
-|          | side, or a read of ours, may still write                 | reads over → ENDED |
-| ENDED    | blocks are free; the router was told once                | |
+| state    | what happens                                    | leaves by |
+| ---      | ---                                             | --- |
+| WAITING  | queued; holds no blocks                         | blocks, and a prefill → GRANTED |
+| GRANTED  | prefill computes and writes, or we read         | complete and proved → FILLED |
+| FILLED   | the prompt's KV is ours; digests if asked for   | → RUNNING |
+| RUNNING  | decodes in the batch                            | stop, length, cancel → ENDED |
+| ABORTING | router told; blocks quarantined while the other | Aborted, Failed or fenced, and |
+|          | side, or a read of ours, may still write        | our reads over → ENDED |
+| ENDED    | blocks are free; the router was told once       | |
 
 WAITING and GRANTED have the request's deadline; RUNNING ends after max_new_tokens.
 """

@@ -3,7 +3,7 @@
 | state        | what happens                                           | leaves by |
 | ---          | ---                                                    | --- |
 | WAITING      | queued; holds no blocks                                | blocks free → COMPUTING |
-| COMPUTING    | chunks are computed, and handed over as they finish    | last chunk → HANDING_OVER |
+| COMPUTING    | chunks are computed, handed over as they finish        | last one → HANDING_OVER |
 | HANDING_OVER | push: writes in flight; pull: reads under the lease    | proved complete → ENDED |
 | ENDING       | given up; a chunk or writes of ours are not over yet   | they are over → ENDED |
 | ENDED        | blocks are free; the other side was told               | |

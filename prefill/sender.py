@@ -42,7 +42,7 @@ class Sender:
         self._settle = settle
 
     def hand_over(self, job: PrefillJob, tokens: range, timeout_s: float) -> None:
-        """Send `tokens`, whose KV was just computed, on their way. Raises PlanError, RegionError."""
+        """Send `tokens`, which were just computed, on their way. Raises PlanError, RegionError."""
         if job.peer.direction is Direction.PUSH:
             self._push(job, tokens)
         else:

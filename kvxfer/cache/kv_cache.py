@@ -10,6 +10,7 @@ behind the committed prefix of every segment and moves none.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +22,9 @@ from kvxfer.memory.driver import VmmDriver
 from kvxfer.memory.extensible_tensor import ExtensibleTensor
 from kvxfer.memory.virtual_buffer import Chunk, VirtualBuffer
 
-GROWTH_STEPS = 16
-"""An elastic cache reaches its bound in about this many steps: few enough that its chunks, each an
-open descriptor on the host, stay few."""
+GROWTH_FACTOR = 1.5
+"""An elastic cache grows at least by this factor: its chunks, each an open descriptor on the host,
+stay few, and a small cache grows in small steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,23 +94,26 @@ class KVCache:
         self.buffer.close()
 
 
-def next_growth(geometry: CacheGeometry, needed_blocks: int, bound_blocks: int) -> int:
+def next_growth(
+    geometry: CacheGeometry, committed_blocks: int, needed_blocks: int, bound_blocks: int
+) -> int:
     """The block count to extend to so that `needed_blocks` fit, at most `bound_blocks`.
 
-    A step is at least 1/GROWTH_STEPS of the bound, rounded up per segment to whole powers of two
-    of granules, so that each step costs a segment one or two chunks.
+    At least half as much again as is committed, so that steps are few; what a step adds to a
+    segment is rounded up to whole powers of two of granules, so that it costs one or two chunks.
     """
-    step = -(-bound_blocks // GROWTH_STEPS)
-    wanted = -(-needed_blocks // step) * step
-    step_bytes = geometry.committed_bytes_per_segment(step)
+    start_bytes = geometry.committed_bytes_per_segment(committed_blocks)
+    wanted = max(needed_blocks, math.ceil(committed_blocks * GROWTH_FACTOR))
+    added_bytes = geometry.committed_bytes_per_segment(wanted) - start_bytes
     unit = geometry.granularity
-    while unit * 2 <= step_bytes:
+    while unit * 2 <= added_bytes:
         unit *= 2
-    wanted_bytes = -(-geometry.committed_bytes_per_segment(wanted) // unit) * unit
-    return min(bound_blocks, geometry.blocks_backed_by(wanted_bytes))
+    added_bytes = -(-added_bytes // unit) * unit
+    return min(bound_blocks, geometry.blocks_backed_by(start_bytes + added_bytes))
 
 
 def open_files_needed(geometry: CacheGeometry, bound_blocks: int, largest_chunk: int) -> int:
     """Chunks, each one descriptor on the host, that growth to `bound_blocks` may come to."""
     segment_bytes = geometry.committed_bytes_per_segment(bound_blocks)
-    return geometry.num_segments * (2 * GROWTH_STEPS + 2 + segment_bytes // largest_chunk)
+    steps = math.ceil(math.log(segment_bytes / geometry.granularity, GROWTH_FACTOR)) + 1
+    return geometry.num_segments * (2 * steps + segment_bytes // largest_chunk)

@@ -17,6 +17,9 @@ from kvxfer.errors import PlanError, UsageError
 
 AXES = "LBHNC"
 
+MAX_ADDRESSES = 1 << 47
+"""What a process can address on x86-64 and AArch64, and far below what overflows int64."""
+
 
 class KVCacheLayout(enum.StrEnum):
     """vLLM's six names; the default is LBHNC."""
@@ -87,6 +90,10 @@ class CacheGeometry:
         expected = _strides(self.spec, self.layout, self.segment_stride_bytes)
         if self.strides != expected:
             raise PlanError(f"geometry: strides {self.strides} are not {expected}")
+        if self.total_bytes > MAX_ADDRESSES:
+            raise UsageError(
+                "capacity_blocks", self.capacity_blocks, f"needs {self.total_bytes} addresses"
+            )
 
     @classmethod
     def build(

@@ -1,17 +1,21 @@
 """All bytes on the wire: typed messages, msgpack, bounded. No pickle, no strings to split.
 
-| from → to          | message                                   | when |
-| ---                | ---                                       | --- |
-| dialer → listener  | Hello                                     | first, and after a reconnect |
-| listener → dialer  | Welcome or Reject                         | the answer |
-| any peer           | Heartbeat, Goodbye                        | all the time; when it leaves on purpose |
-| owner → peers      | RegionsUpdate                             | its cache grew |
-| peer → owner       | RegionsAck                                | the new ranges can be used |
-| router → decode    | Generate, Cancel                          | a prompt; the client left |
-| decode → router    | Token, Finished                           | each token; exactly one end |
-| decode → prefill   | PrefillRequest, Taken, Abort              | work; pull: reads complete; give up |
-| prefill → decode   | Ready, Confirmed, Done, Failed, Aborted   | pull; pull; push; no; nothing more lands |
-| any → worker       | StatusQuery / Status                      | a look inside |
+| from → to         | message              | when |
+| ---               | ---                  | --- |
+| dialer → listener | Hello                | first, and after a reconnect |
+| listener → dialer | Welcome or Reject    | the answer |
+| any peer          | Heartbeat, Goodbye   | all the time; when it leaves on purpose |
+| owner → peers     | RegionsUpdate        | its cache grew |
+| peer → owner      | RegionsAck           | the new ranges can be used |
+| router → decode   | Generate, Cancel     | a prompt; the client left |
+| decode → router   | Token, Finished      | each token; exactly one end |
+| decode → prefill  | PrefillRequest       | blocks are granted |
+| prefill → decode  | Done                 | push: all of it is visible |
+| prefill → decode  | Ready, Confirmed     | pull: may be read; what was read is valid |
+| decode → prefill  | Taken                | pull: everything was read |
+| decode → prefill  | Abort                | the request is given up |
+| prefill → decode  | Failed, Aborted      | nothing more will be written |
+| any → worker      | StatusQuery / Status | a look inside |
 
 Promised for all versions: Hello is a map with `type` and `wire_version`, Reject keeps its fields.
 """

@@ -1,10 +1,10 @@
 """Peers: who they are, what they have registered, and when they were last heard of.
 
-| state    | meaning                                              | leaves by |
-| ---      | ---                                                  | --- |
-| GREETING | Hello is on its way, or its regions are being loaded | Welcome loaded → READY; Reject → GONE |
-| READY    | its regions are known to the connector               | silence, Goodbye, failed send → GONE |
-| GONE     | fenced off: nothing is sent to it or believed of it  | a Hello of a new incarnation |
+| state    | meaning                                             | leaves by |
+| ---      | ---                                                 | --- |
+| GREETING | Hello is out, or its regions are being loaded       | loaded → READY |
+| READY    | its regions are known to the connector              | silence, Goodbye → GONE |
+| GONE     | fenced off: nothing is sent to it or believed of it | a new Hello → GREETING |
 """
 
 from __future__ import annotations

@@ -37,9 +37,7 @@ def growth_in_flight(
     ends = [event for event in transfer_events if event["event"] == "transfer_end"]
     fills = [event for event in decode_trace if event["event"] == "filled"]
     for growth in growths(decode_trace):
-        landed = [
-            fill["request"] for fill in fills if max(fill["blocks"]) >= growth["old_blocks"]
-        ]
+        landed = [fill["request"] for fill in fills if max(fill["blocks"]) >= growth["old_blocks"]]
         for end in ends:
             spans = end["start_ns"] < growth["at_ns"] < end["end_ns"]
             others = [request for request in landed if request != end["request"]]

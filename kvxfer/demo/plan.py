@@ -42,7 +42,7 @@ class DemoOptions:
     """cpu, cuda, cuda:N or auto."""
     layout_prefill: str = "LBHNC"
     """Cache layout of prefill: LBHNC, LBNHC, LHBNC, BLHNC, BLNHC or BHLNC."""
-    layout_decode: str = "BLNHC"
+    layout_decode: str = "BLHNC"
     """Cache layout of decode; it may differ."""
     lane: str = "auto"
     """push (prefill writes), pull (decode reads) or auto."""

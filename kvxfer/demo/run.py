@@ -44,7 +44,9 @@ class Cluster:
         return {name: self.router.status(backend).values for name, backend in backends.items()}
 
     def overlap(self) -> GrowthInFlight | None:
-        traces = {name: read_trace(trace_path(self.run_dir, name)) for name in ("prefill", "decode")}
+        traces = {
+            name: read_trace(trace_path(self.run_dir, name)) for name in ("prefill", "decode")
+        }
         return growth_in_flight(traces["prefill"] + traces["decode"], traces["decode"])
 
     def wait(self, done: Callable[[], bool], what: str, timeout_s: float) -> None:
@@ -184,9 +186,7 @@ class Demo:
             companion = f"companion-{attempt}"
             self._send(long_prompt(companion, plan.companion_tokens, attempt, plan.tokenizer))
             self._cluster.wait(
-                lambda: int(router.status(self._cluster.prefill).values["handing_over"]) > 0,
-                "first bytes of the companion",
-                REQUEST_TIMEOUT_S,
+                self._is_handing_over, "first bytes of the companion", REQUEST_TIMEOUT_S
             )
             num_growers = min(MOST_GROWERS, max(1, room // plan.blocks(plan.grower_tokens) + 1))
             for index in range(num_growers):
@@ -198,6 +198,10 @@ class Demo:
             if found is not None:
                 return found
         return None
+
+    def _is_handing_over(self) -> bool:
+        status = self._cluster.router.status(self._cluster.prefill)
+        return int(status.values["handing_over"]) > 0
 
     def _lane(self) -> str:
         starts = [

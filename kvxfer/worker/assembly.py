@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -79,13 +78,12 @@ def serve(
         undo.callback(trace.close)
         connector_type = load_connector(options.connector)
         engine = start_engine(options, connector_type, incarnation, announcer.step)
-        undo.callback(engine.close)
         reports: Mailbox[Report] = Mailbox()
         undo.callback(reports.close)
         parts = _assemble(role, options, engine, channel, reports, trace, incarnation)
         made = make_role(parts)
         loop = ControlLoop(channel, reports, parts.peers, parts.growth, made, options.worker_id)
-        undo.callback(_stop_threads, parts)
+        undo.callback(_stop, parts)
         parts.transfer.start()
         parts.model.start()
         _first_extension(parts, loop, announcer)
@@ -142,11 +140,11 @@ def _first_extension(parts: WorkerParts, loop: ControlLoop, announcer: Announcer
         raise WorkerDied("the first extension of the KV cache failed; see the log above")
 
 
-def _stop_threads(parts: WorkerParts) -> None:
-    parts.transfer.close_connector(lambda error: logger.warning("%s", error))
+def _stop(parts: WorkerParts) -> None:
+    """End the threads, then give back the memory that they may touch."""
+    parts.transfer.close_connector()
     stopped = [thread.stop(STOP_TIMEOUT_S) for thread in (parts.model, parts.transfer)]
-    if not all(stopped):
-        # Memory must not be unmapped under a thread that may still touch it: the kernel takes it.
-        logger.warning("a thread is still at work; leaving without it")
-        logging.shutdown()
-        os._exit(0)
+    if all(stopped) and parts.transfer.is_closed:
+        parts.engine.close()
+    else:
+        logger.warning("a thread or a transfer is still at work: its memory ends with the process")

@@ -1,10 +1,10 @@
 """Growth of one worker's cache, seen from its control thread.
 
-| state      | what happens                                                | leaves by |
-| ---        | ---                                                         | --- |
-| IDLE       | committed == registered == published == usable              | `request` |
-| COMMITTING | transfer thread: commit, register, describe                 | done → PUBLISHING; error → IDLE |
-| PUBLISHING | generation + 1, RegionsUpdate to each peer, waiting for acks | all acked or deadline → IDLE |
+| state      | what happens                                   | leaves by |
+| ---        | ---                                            | --- |
+| IDLE       | committed == registered == published == usable | `request` → COMMITTING |
+| COMMITTING | transfer thread: commit, register, describe    | done → PUBLISHING; error → IDLE |
+| PUBLISHING | generation + 1; peers load the new regions     | all acked, or deadline → IDLE |
 
 Growth never invalidates anything: transfers in flight go on, and a peer that does not
 acknowledge in time is lost, not waited for.
@@ -77,7 +77,8 @@ class CacheGrowth:
             return
         target = min(num_blocks, self._engine.bound_blocks)
         if self.regions.generation:  # the first extension is exact: the start decided it
-            target = next_growth(cache.geometry, target, self._engine.bound_blocks)
+            committed = self.allocator.num_blocks
+            target = next_growth(cache.geometry, committed, target, self._engine.bound_blocks)
         self._state = GrowthState.COMMITTING
         self._started_ns = now_ns()
         self._transfer.grow(target, self._committed, self._failed)

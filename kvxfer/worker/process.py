@@ -14,12 +14,13 @@ import os
 import secrets
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvxfer.cache.layout import KVCacheLayout
 from kvxfer.config import WorkerOptions, check_device, resolve
-from kvxfer.control.channel import Channel
+from kvxfer.control.channel import Channel, check_loopback
 from kvxfer.errors import KvxferError, UsageError, WorkerDied
 from kvxfer.transfer.lanes import LANES
 
@@ -74,27 +75,43 @@ def run_worker(role: str, options: WorkerOptions, dial: Sequence[str], make_role
     announcer = Announcer(options.ready_fd)
     try:
         with handle_signals(_request_stop):
-            if options.ready_fd >= 0:
-                _end_with_parent()
-            options = resolve(options, role)
-            _check_cheaply(options)
-            with contextlib.ExitStack() as undo:
-                incarnation = secrets.token_hex(8)
-                channel = Channel(f"{options.worker_id}.{incarnation}", options.listen)
-                undo.callback(channel.close)
-                announcer.listening(channel.address, options.worker_id)
-                announcer.step("importing torch and transformers")
-                from kvxfer.worker.assembly import serve
-
-                serve(role, options, incarnation, channel, dial, make_role, announcer)
+            _run(role, options, dial, make_role, announcer)
+        code = 0
     except StopRequested:
-        logger.info("stopped")
-        return 0
+        code = 0
     except KvxferError as error:
         announcer.failed(str(error))
         print(f"{role}: error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    return 0
+        code = error.exit_code
+    if threading.active_count() > 1:  # a thread that would not stop must not hold up the end
+        logging.shutdown()
+        os._exit(code)
+    return code
+
+
+def _run(
+    role: str,
+    options: WorkerOptions,
+    dial: Sequence[str],
+    make_role: MakeRole,
+    announcer: Announcer,
+) -> None:
+    if options.ready_fd >= 0:
+        _end_with_parent()
+    options = resolve(options, role)
+    _check_cheaply(options)
+    for address in dial:
+        check_loopback("prefill", address)
+    incarnation = secrets.token_hex(8)
+    channel = Channel(f"{options.worker_id}.{incarnation}", options.listen)
+    try:
+        announcer.listening(channel.address, options.worker_id)
+        announcer.step("importing torch and transformers")
+        from kvxfer.worker.assembly import serve
+
+        serve(role, options, incarnation, channel, dial, make_role, announcer)
+    finally:
+        channel.close()
 
 
 def _check_cheaply(options: WorkerOptions) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from kvxfer.transfer.plan import TransferPlan
 from kvxfer.transfer.regions import Region
 from kvxfer.worker.mailbox import Mailbox
 from kvxfer.worker.work_thread import Report, WorkThread
+
+logger = logging.getLogger(__name__)
 
 BUSY_WAIT_S = 0.0002
 """Pause between polls while tickets of ours are in flight."""
@@ -67,7 +70,8 @@ class TransferThread(WorkThread):
         self._cache = cache
         self._registered: tuple[Region, ...] = ()
         self._flights: dict[int, _Flight] = {}
-        self._closed = False
+        self._is_polling = True
+        self.is_closed = False
         self.serving = False
         """Set by the control thread while a peer may be moving bytes of ours."""
 
@@ -113,16 +117,20 @@ class TransferThread(WorkThread):
     def disconnect(self, peer: str, failed: Callable[[KvxferError], None]) -> None:
         self.submit(lambda: self._connector.disconnect(peer), lambda _: None, failed)
 
-    def close_connector(self, failed: Callable[[KvxferError], None]) -> None:
-        """The last job before `stop`: deregister everything and leave the transport."""
+    def close_connector(self) -> None:
+        """The last job before `stop`; `is_closed` says whether the transport is at rest, so that
+        memory may be unmapped."""
+        self.submit(self._close, lambda _: None, lambda error: None)
 
-        def run() -> None:
+    def _close(self) -> None:
+        try:
             self._connector.deregister(self._registered)
             self._registered = ()
-            self._closed = True
+            self._is_polling = False
             self._connector.close()
-
-        self.submit(run, lambda _: None, failed)
+            self.is_closed = True
+        except KvxferError as error:
+            logger.warning("the connector did not close: %s", error)
 
     def _grow(self, num_blocks: int) -> Growth:
         with ExitStack() as undo:
@@ -141,7 +149,7 @@ class TransferThread(WorkThread):
         return growth
 
     def idle(self) -> float:
-        if self._closed:
+        if not self._is_polling:
             return IDLE_WAIT_S
         for result in self._connector.poll():
             flight = self._flights.pop(result.ticket)

@@ -1,0 +1,146 @@
+"""Who owns which block of a cache: the allocator, its counts and its conservation law.
+
+Not thread-safe, by design: the control thread owns it, and no other thread ever asks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from kvxfer.errors import CacheError, NoFreeBlocks
+
+NULL_BLOCK = 0
+"""Committed, never granted: padding writes go there."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """Blocks by state; at any time free + used + quarantined + null == total."""
+
+    free: int
+    used: int
+    """Held by at least one caller, in quarantine as well or not."""
+    quarantined: int
+    """Held by the quarantine alone."""
+    null: int
+    total: int
+
+
+class BlockAllocator:
+    """Grants blocks [1, num_blocks), lowest id first, so that a cache fills from the bottom up.
+
+    A caller holds references: one a block from `allocate`, one more from each `share`. `free` gives
+    them back; `quarantine` gives them to the quarantine, for blocks that a peer may still touch
+    after their request has ended. A block is free again when nobody holds a reference.
+
+    Every mutation is all-or-nothing: one that raises has changed nothing. Naming a block twice in
+    one call counts twice.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise CacheError(f"a cache of {num_blocks} blocks has no room for the null block")
+        self._num_blocks = num_blocks
+        self._free = list(range(NULL_BLOCK + 1, num_blocks))  # ascending, so it is a heap
+        self._held: Counter[int] = Counter()
+        self._quarantined: Counter[int] = Counter()
+
+    @property
+    def num_blocks(self) -> int:
+        """The bound: ids below it exist, the null block among them."""
+        return self._num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def counts(self) -> BlockCounts:
+        return BlockCounts(
+            free=len(self._free),
+            used=len(self._held),
+            quarantined=len(self._quarantined.keys() - self._held.keys()),
+            null=1,
+            total=self._num_blocks,
+        )
+
+    def grow(self, num_blocks: int) -> None:
+        """Raise the bound to `num_blocks`, of which every byte is committed by now."""
+        if num_blocks < self._num_blocks:
+            raise CacheError(f"the bound is {self._num_blocks} blocks, not lowered to {num_blocks}")
+        # Larger than all that are in it, and ascending: the list stays a heap.
+        self._free.extend(range(self._num_blocks, num_blocks))
+        self._num_blocks = num_blocks
+
+    def can_allocate(self, n: int) -> bool:
+        return 0 <= n <= len(self._free)
+
+    def allocate(self, n: int) -> list[int]:
+        """The `n` lowest free blocks, ascending, one reference each. Raises NoFreeBlocks."""
+        if n < 0:
+            raise CacheError(f"cannot allocate {n} blocks")
+        if n > len(self._free):
+            raise NoFreeBlocks(f"asked for {n} blocks, {len(self._free)} are free")
+        blocks = [heapq.heappop(self._free) for _ in range(n)]
+        self._held.update(blocks)
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more reference to each of `blocks`, which some caller holds already."""
+        wanted = Counter(blocks)
+        for block in wanted:
+            if block not in self._held:
+                raise CacheError(f"block {block} is held by no caller and cannot be shared")
+        self._held.update(wanted)
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """Give back one reference to each of `blocks`."""
+        self._take(self._held, Counter(blocks), "freed")
+
+    def quarantine(self, blocks: Iterable[int]) -> None:
+        """Move the caller's reference to each of `blocks` into the quarantine.
+
+        A block that another caller shares stays in that caller's use, and becomes free only when
+        it was freed there and released here.
+        """
+        wanted = Counter(blocks)
+        _check_holds(self._held, wanted, "quarantined")
+        self._quarantined.update(wanted)
+        self._take(self._held, wanted, "quarantined")
+
+    def release_quarantined(self, blocks: Iterable[int]) -> None:
+        """End one quarantine of each of `blocks`: no peer touches them for it any more."""
+        self._take(self._quarantined, Counter(blocks), "released from quarantine")
+
+    def check_conservation(self) -> None:
+        """Raise CacheError unless every block is in exactly one state; a bug of ours if not."""
+        counts = self.counts()
+        found = counts.free + counts.used + counts.quarantined + counts.null
+        if found != counts.total:
+            raise CacheError(f"{found} blocks are accounted for, not {counts.total}: {counts}")
+        owned = set(self._free) | self._held.keys() | self._quarantined.keys() | {NULL_BLOCK}
+        if owned != set(range(self._num_blocks)):
+            # The sum is right all the same, so some block was counted twice.
+            astray = sorted(owned ^ set(range(self._num_blocks)))
+            raise CacheError(f"blocks {astray} are in no state, others in two: {counts}")
+
+    def _take(self, owner: Counter[int], wanted: Mapping[int, int], verb: str) -> None:
+        """Remove references from `owner`; blocks that nobody holds any more become free."""
+        _check_holds(owner, wanted, verb)
+        for block, references in wanted.items():
+            owner[block] -= references
+            if not owner[block]:
+                del owner[block]
+            if block not in self._held and block not in self._quarantined:
+                heapq.heappush(self._free, block)
+
+
+def _check_holds(owner: Mapping[int, int], wanted: Mapping[int, int], verb: str) -> None:
+    for block, references in wanted.items():
+        if owner.get(block, 0) < references:
+            raise CacheError(
+                f"block {block} cannot be {verb}: {owner.get(block, 0)} references are there, "
+                f"{references} were named"
+            )

@@ -1,0 +1,108 @@
+"""The contract of a connector: what moves KV between two workers.
+
+A connector owns its transport (an agent, sockets, mappings) and nothing of the cache: its worker
+says which ranges are registered. All calls come from the worker's transfer thread, but for the
+constructor. Peers are named by the control plane; descriptions travel over it as opaque bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvxfer.errors import UsageError
+from kvxfer.transfer.plan import TransferPlan
+from kvxfer.transfer.regions import Region
+
+
+class Direction(enum.StrEnum):
+    """Who moves the bytes: the owner of the source (push) or of the destination (pull)."""
+
+    PUSH = "push"
+    PULL = "pull"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryWindow:
+    """The reservation that a connector's offsets are relative to."""
+
+    base_address: int
+    size_bytes: int
+    device: str
+    """torch's name of the device the memory is on."""
+
+
+@dataclass(frozen=True, slots=True)
+class TicketResult:
+    """A submitted transfer that ended: `error` is None, or why its bytes must not be used."""
+
+    ticket: int
+    error: str | None = None
+
+
+class Connector(ABC):
+    """Register ranges, learn a peer's, move bytes.
+
+    There is no cancel: NIXL cannot stop a transfer that was posted, and its data lands after the
+    handle was released. A ticket is polled until it ends, and until then its blocks are in use.
+    """
+
+    @abstractmethod
+    def __init__(self, agent_name: str, memory: MemoryWindow) -> None:
+        """Create the transport. `agent_name` is unique to this life of the process."""
+
+    @abstractmethod
+    def register(self, regions: Sequence[Region]) -> None:
+        """Make committed ranges reachable: all of them, or ConnectorError and none."""
+
+    @abstractmethod
+    def deregister(self, regions: Sequence[Region]) -> None:
+        """Forget ranges. A peer may still reach them (see the architecture page): only memory
+        that no peer can use any more may be unmapped afterwards."""
+
+    @abstractmethod
+    def describe(self, regions: Sequence[Region]) -> bytes:
+        """What a peer needs to reach this agent and exactly these registered `regions`."""
+
+    @abstractmethod
+    def connect(self, peer: str, base_address: int, description: bytes) -> None:
+        """Learn a peer's agent, or more regions of one that is known already (additive).
+
+        `base_address` is the peer's MemoryWindow's. A damaged description raises ConnectorError
+        and changes nothing.
+        """
+
+    @abstractmethod
+    def submit(self, peer: str, direction: Direction, plan: TransferPlan) -> int:
+        """Start moving `plan`'s bytes and return a ticket; raises ConnectorError, nothing moved.
+
+        On PUSH the plan's sources are local and its destinations the peer's; on PULL the reverse.
+        """
+
+    @abstractmethod
+    def poll(self) -> list[TicketResult]:
+        """Advance everything, peers' requests included, and return the tickets that ended since
+        the last call. A completed ticket's bytes are visible at their destination."""
+
+    @abstractmethod
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer; its tickets end with an error. Unknown peers are ignored."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the transport. Idempotent."""
+
+
+def load_connector(name: str) -> type[Connector]:
+    """The class `Connector` of the module connectors.<name>, imported only when asked for."""
+    try:
+        module = importlib.import_module(f"connectors.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"connectors.{name}":
+            raise
+        raise UsageError("connector", name, "no such module in connectors/") from None
+    found: type[Connector] = module.CONNECTOR
+    return found

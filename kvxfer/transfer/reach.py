@@ -1,0 +1,130 @@
+"""What a connector may reach at a peer: how it is told, learnt, and checked before a transfer.
+
+Transports differ in how they refuse a wrong range (NIXL names neither the run nor the side), so
+every connector checks a plan here first, against the regions both sides have announced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from kvxfer.errors import ConnectorError, RegionError
+from kvxfer.transfer.connector import Direction
+from kvxfer.transfer.envelope import seal, unseal
+from kvxfer.transfer.plan import TransferPlan
+from kvxfer.transfer.regions import Region, RegionSet
+
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Int64 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class Description(msgspec.Struct, frozen=True, kw_only=True):
+    """An agent, some of its regions, and whatever its transport needs to reach them."""
+
+    agent: _Name
+    device: _Name
+    """The MemoryWindow's, as the agent's own process numbers it."""
+    regions: list[tuple[_Int64, _Int64]]
+    """(offset, size) pairs."""
+    transport: bytes = b""
+
+    def to_bytes(self) -> bytes:
+        return seal(msgspec.msgpack.encode(self))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Description:
+        """Raises ConnectorError unless `data` is exactly what `to_bytes` made."""
+        payload = unseal(data)
+        try:
+            return msgspec.msgpack.decode(payload, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ConnectorError(f"description does not decode: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePeer:
+    """A peer as far as it was described to us."""
+
+    agent: str
+    device: str
+    base_address: int
+    regions: RegionSet
+
+
+def learn(
+    peers: Mapping[str, RemotePeer], own_agent: str, peer: str, base_address: int, told: Description
+) -> RemotePeer:
+    """`peer` after `told`: its agent with more regions, or a new agent with just these.
+
+    Pure. Raises ConnectorError when the description contradicts what is known.
+    """
+    if told.agent == own_agent:
+        raise ConnectorError(f"peer {peer} has our own agent name {own_agent}")
+    for name, other in peers.items():
+        if other.agent == told.agent and name != peer:
+            raise ConnectorError(f"agent {told.agent} of peer {peer} is already peer {name}")
+    known = peers.get(peer)
+    if known is None or known.agent != told.agent:
+        known = RemotePeer(told.agent, told.device, base_address, RegionSet())
+    if (known.base_address, known.device) != (base_address, told.device):
+        raise ConnectorError(
+            f"agent {told.agent} of peer {peer} moved from {known.base_address:#x} on "
+            f"{known.device} to {base_address:#x} on {told.device}"
+        )
+    try:
+        new = {Region(offset, size) for offset, size in told.regions}
+        regions = known.regions.add(new.difference(known.regions.regions))
+    except RegionError as error:
+        raise ConnectorError(f"description of peer {peer}: {error}") from error
+    return RemotePeer(told.agent, told.device, base_address, regions)
+
+
+def extend(registered: RegionSet, regions: Iterable[Region], size_bytes: int) -> RegionSet:
+    """`registered` and `regions`, all within [0, size_bytes) and disjoint; else ConnectorError."""
+    try:
+        extended = registered.add(regions)
+    except RegionError as error:
+        raise ConnectorError(f"cannot register: {error}") from error
+    if extended.regions and extended.regions[-1].end > size_bytes:
+        raise ConnectorError(f"{extended.regions[-1]} ends beyond the {size_bytes} bytes reserved")
+    return extended
+
+
+def check_registered(registered: RegionSet, regions: Iterable[Region]) -> None:
+    """Raise ConnectorError unless each of `regions` was registered, and just so."""
+    unknown = sorted(set(regions).difference(registered.regions))
+    if unknown:
+        raise ConnectorError(f"{unknown[0]} is not registered ({len(unknown)} such)")
+
+
+def shrink(registered: RegionSet, regions: Iterable[Region]) -> RegionSet:
+    """`registered` without `regions`, which must all be in it (else ConnectorError)."""
+    gone = set(regions)
+    check_registered(registered, gone)
+    left = tuple(region for region in registered.regions if region not in gone)
+    return RegionSet(left, registered.generation)
+
+
+def check_plan(
+    plan: TransferPlan, direction: Direction, local: RegionSet, remote: RegionSet
+) -> None:
+    """Raise ConnectorError unless each run is whole and inside one region on either side."""
+    for column in (plan.src_offsets, plan.dst_offsets, plan.sizes):
+        if column.dtype != np.int64 or column.shape != (plan.num_runs,):
+            raise ConnectorError(
+                f"plan of {plan.num_runs} runs has a column {column.dtype}{column.shape}"
+            )
+    if plan.num_runs and int(plan.sizes.min()) <= 0:
+        raise ConnectorError(f"plan has a run of {int(plan.sizes.min())} bytes")
+    push = direction is Direction.PUSH
+    source, destination = (local, remote) if push else (remote, local)
+    try:
+        source.check_covers(plan.src_offsets, plan.sizes, "source")
+        destination.check_covers(plan.dst_offsets, plan.sizes, "destination")
+    except RegionError as error:
+        raise ConnectorError(str(error)) from error

@@ -1,0 +1,57 @@
+"""The shape of a group of layers: derived sizes, and what is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from kvxfer.cache.spec import DTYPE_SIZES, KVCacheSpec
+from kvxfer.errors import UsageError
+
+LLAMA = KVCacheSpec(
+    num_layers=32, num_kv_heads=8, head_dim_k=128, head_dim_v=128, dtype="bfloat16", block_size=16
+)
+
+
+def test_a_block_of_an_8b_llama_is_2_mib():
+    assert LLAMA.content_dim == 256
+    assert LLAMA.page_bytes == 64 * 1024
+    assert LLAMA.block_bytes == 2 * 1024 * 1024
+
+
+def test_latent_attention_has_one_head_and_no_values():
+    mla = dataclasses.replace(LLAMA, num_kv_heads=1, head_dim_k=576, head_dim_v=0)
+    assert mla.content_dim == 576
+    assert mla.page_bytes == 16 * 576 * 2
+
+
+@pytest.mark.parametrize("name", DTYPE_SIZES)
+def test_dtype_sizes_are_torchs(name):
+    dtype = getattr(torch, name)
+    assert dataclasses.replace(LLAMA, dtype=name).itemsize == dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)]
+)
+def test_blocks_for_tokens_round_up(num_tokens, num_blocks):
+    assert LLAMA.num_blocks(num_tokens) == num_blocks
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_layers", 0),
+        ("num_kv_heads", 0),
+        ("head_dim_k", 0),
+        ("head_dim_v", -1),
+        ("block_size", 0),
+        ("block_size", -16),
+        ("dtype", "int8"),
+        ("dtype", "torch.bfloat16"),
+    ],
+)
+def test_a_wrong_field_is_named(field, value):
+    with pytest.raises(UsageError) as caught:
+        dataclasses.replace(LLAMA, **{field: value})
+    assert (caught.value.field, caught.value.value) == (field, value)

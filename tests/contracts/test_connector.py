@@ -1,0 +1,349 @@
+"""What every connector does, by one body: two agents of this process, each with a window.
+
+Over 300 lines, since the contract is one and its fixture serves every case.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+import pytest
+
+from kvxfer.errors import ConnectorError
+from kvxfer.transfer.connector import (
+    Connector,
+    Direction,
+    MemoryWindow,
+    TicketResult,
+    load_connector,
+)
+from kvxfer.transfer.plan import TransferPlan
+from kvxfer.transfer.regions import Region
+
+KIB = 1024
+MIB = 1024 * KIB
+WINDOW_BYTES = 2 * MIB
+FIRST = Region(256 * KIB, 512 * KIB)
+SECOND = Region(FIRST.end, 512 * KIB)
+LATER = Region(SECOND.end + 64 * KIB, 256 * KIB)
+WIDE = Region(MIB, 24 * MIB)
+DEADLINE_S = 20.0
+_names = count()
+
+
+@dataclass
+class Side:
+    """A connector, its window's bytes, and what they were before anything moved."""
+
+    connector: Connector
+    name: str
+    bytes: np.ndarray = field(repr=False)
+    before: np.ndarray = field(repr=False)
+
+    @property
+    def base(self) -> int:
+        return int(self.bytes.ctypes.data)
+
+    def meet(self, other: Side, regions: Sequence[Region]) -> None:
+        self.connector.connect(other.name, other.base, other.connector.describe(regions))
+
+    def changed(self) -> int:
+        return int(np.count_nonzero(self.bytes != self.before))
+
+
+MakeSide = Callable[..., Side]
+
+
+@pytest.fixture(params=["loopback", "nixl"])
+def make_side(request: pytest.FixtureRequest) -> Iterator[MakeSide]:
+    made: list[Side] = []
+
+    def make(
+        name: str, regions: Sequence[Region] = (FIRST, SECOND), size_bytes: int = WINDOW_BYTES
+    ) -> Side:
+        memory = np.random.default_rng(len(made)).integers(0, 256, size_bytes, dtype=np.uint8)
+        window = MemoryWindow(int(memory.ctypes.data), size_bytes, "cpu")
+        connector = load_connector(request.param)(f"{name}-agent-{next(_names)}", window)
+        side = Side(connector, name, memory, memory.copy())
+        made.append(side)
+        connector.register(list(regions))
+        return side
+
+    yield make
+    for side in made:
+        side.connector.close()
+
+
+@pytest.fixture
+def pair(make_side: MakeSide) -> tuple[Side, Side]:
+    """Two sides that know each other's first two regions."""
+    left, right = make_side("left"), make_side("right")
+    left.meet(right, [FIRST, SECOND])
+    right.meet(left, [FIRST, SECOND])
+    return left, right
+
+
+def plan_of(*runs: tuple[int, int, int]) -> TransferPlan:
+    """Runs are (source offset, destination offset, size)."""
+    columns = np.array(runs, dtype=np.int64).reshape(-1, 3).T
+    return TransferPlan(*(column.copy() for column in columns))
+
+
+def finish(ticket: int, mover: Side, *others: Side) -> TicketResult:
+    """Poll all sides until `mover`'s ticket ends, once and alone."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        for other in others:
+            other.connector.poll()
+        ended = mover.connector.poll()
+        if ended:
+            assert [result.ticket for result in ended] == [ticket]
+            return ended[0]
+        time.sleep(0.0002)
+    raise TimeoutError(f"ticket {ticket} did not end in {DEADLINE_S} s")
+
+
+def move(mover: Side, other: Side, direction: Direction, plan: TransferPlan) -> None:
+    ticket = mover.connector.submit(other.name, direction, plan)
+    assert finish(ticket, mover, other).error is None
+
+
+def check_moved(source: Side, destination: Side, plan: TransferPlan) -> None:
+    """The destination holds the plan's bytes and is untouched elsewhere, as is the source."""
+    expected = destination.before.copy()
+    for origin, to, size in zip(plan.src_offsets, plan.dst_offsets, plan.sizes, strict=True):
+        expected[to : to + size] = source.bytes[origin : origin + size]
+    np.testing.assert_array_equal(destination.bytes, expected)
+    assert source.changed() == 0
+
+
+SOME_RUNS = plan_of(
+    (FIRST.offset, SECOND.offset + 7, 1),
+    (FIRST.offset + 5, FIRST.offset, 4097),
+    (FIRST.end - 3, SECOND.end - 3, 3),
+    (SECOND.offset, FIRST.offset + 30_001, 300 * KIB),
+)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_moves_exactly_the_plans_bytes(pair: tuple[Side, Side], direction: Direction) -> None:
+    mover, other = pair
+    move(mover, other, direction, SOME_RUNS)
+    source, destination = (mover, other) if direction is Direction.PUSH else (other, mover)
+    check_moved(source, destination, SOME_RUNS)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_many_runs(make_side: MakeSide, direction: Direction) -> None:
+    left, right = (make_side(name, [WIDE], WIDE.end + MIB) for name in ("left", "right"))
+    left.meet(right, [WIDE])
+    rng = np.random.default_rng(7)
+    slots = WIDE.size // (2 * KIB)
+    origins, places = (rng.permutation(slots)[:10_000] * 2 * KIB + WIDE.offset for _ in range(2))
+    plan = TransferPlan(origins, places, np.full(10_000, 2 * KIB, dtype=np.int64))
+    move(left, right, direction, plan)
+    source, destination = (left, right) if direction is Direction.PUSH else (right, left)
+    check_moved(source, destination, plan)
+
+
+def test_several_tickets_at_once(pair: tuple[Side, Side]) -> None:
+    left, right = pair
+    push, pull = Direction.PUSH, Direction.PULL
+    wanted = {
+        left.connector.submit("right", push, plan_of((FIRST.offset, FIRST.offset, 400 * KIB))),
+        left.connector.submit("right", push, plan_of((FIRST.offset, SECOND.offset, 400 * KIB))),
+        left.connector.submit("right", pull, plan_of((FIRST.end - 8, SECOND.offset, 8))),
+    }
+    assert len(wanted) == 3
+    ended: list[TicketResult] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while len(ended) < 3 and time.monotonic() < deadline:
+        ended += left.connector.poll()
+        right.connector.poll()
+    assert {result.ticket for result in ended} == wanted
+    assert not any(result.error for result in ended)
+    assert left.connector.poll() == []
+
+
+def test_an_empty_plan_completes_at_the_next_poll(pair: tuple[Side, Side]) -> None:
+    left, right = pair
+    ticket = left.connector.submit("right", Direction.PULL, plan_of())
+    assert left.connector.poll() == [TicketResult(ticket)]
+    assert left.changed() == right.changed() == 0
+
+
+def test_regions_added_later(pair: tuple[Side, Side]) -> None:
+    left, right = pair
+    right.connector.register([LATER])
+    unannounced = plan_of((FIRST.offset, LATER.offset, KIB))
+    with pytest.raises(ConnectorError, match="destination"):
+        left.connector.submit("right", Direction.PUSH, unannounced)
+    assert right.changed() == 0
+    left.meet(right, [LATER])
+    left.meet(right, [LATER])  # told twice is told once
+    both = plan_of((FIRST.offset, LATER.end - KIB, KIB), (SECOND.offset, FIRST.offset, KIB))
+    move(left, right, Direction.PUSH, both)
+    check_moved(left, right, both)
+
+
+def test_a_connection_without_regions_comes_first(make_side: MakeSide) -> None:
+    left, right = make_side("left"), make_side("right")
+    left.meet(right, [])
+    with pytest.raises(ConnectorError):
+        left.connector.submit("right", Direction.PULL, SOME_RUNS)
+    left.meet(right, [FIRST])
+    left.meet(right, [SECOND])
+    move(left, right, Direction.PULL, SOME_RUNS)
+    check_moved(right, left, SOME_RUNS)
+
+
+OUTSIDE = [
+    ([(FIRST.offset - 1, FIRST.offset, 8)], "source"),
+    ([(SECOND.end - 7, FIRST.offset, 8)], "source"),
+    ([(FIRST.offset, 0, 8)], "destination"),
+    ([(FIRST.offset, FIRST.offset, 8), (0, FIRST.offset, 8)], "source"),
+    ([(FIRST.end - 4, FIRST.offset, 8)], "source"),
+    ([(FIRST.offset, FIRST.end - 4, 8)], "destination"),
+    ([(-8, FIRST.offset, 8)], "source"),
+    ([(2**63 - 4, FIRST.offset, 8)], "source"),
+    ([(FIRST.offset, FIRST.offset, 0)], "0 bytes"),
+    ([(FIRST.offset, FIRST.offset + 64, -8)], "-8 bytes"),
+]
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_run_outside_one_region_is_refused(pair: tuple[Side, Side], direction: Direction) -> None:
+    left, right = pair
+    for runs, blamed in OUTSIDE:
+        with pytest.raises(ConnectorError, match=blamed):
+            left.connector.submit("right", direction, plan_of(*runs))
+    assert left.connector.poll() == []
+    assert left.changed() == right.changed() == 0
+
+
+def test_columns_of_unequal_length_are_refused(pair: tuple[Side, Side]) -> None:
+    left, _ = pair
+    offsets = np.array([FIRST.offset, SECOND.offset], dtype=np.int64)
+    with pytest.raises(ConnectorError, match="column"):
+        left.connector.submit("right", Direction.PUSH, TransferPlan(offsets, offsets, offsets[:1]))
+
+
+def test_an_unknown_peer_is_refused(pair: tuple[Side, Side]) -> None:
+    with pytest.raises(ConnectorError, match="stranger"):
+        pair[0].connector.submit("stranger", Direction.PUSH, SOME_RUNS)
+
+
+def test_registration_is_all_or_nothing(pair: tuple[Side, Side]) -> None:
+    left, right = pair
+    good = Region(LATER.offset, 64 * KIB)
+    for bad in (Region(FIRST.end - 1, 2), FIRST, Region(WINDOW_BYTES - 1, 2)):
+        with pytest.raises(ConnectorError):
+            right.connector.register([good, bad])
+        with pytest.raises(ConnectorError, match="not registered"):
+            right.connector.describe([good])
+    right.connector.register([good])
+    left.meet(right, [good])
+    plan = plan_of((FIRST.offset, good.offset, good.size))
+    move(left, right, Direction.PUSH, plan)
+    check_moved(left, right, plan)
+
+
+def test_deregistration_takes_a_local_range_back(pair: tuple[Side, Side]) -> None:
+    left, right = pair
+    with pytest.raises(ConnectorError, match="not registered"):
+        left.connector.deregister([FIRST, LATER])
+    left.connector.deregister([FIRST])
+    with pytest.raises(ConnectorError, match="not registered"):
+        left.connector.describe([FIRST, SECOND])
+    with pytest.raises(ConnectorError, match="source"):
+        left.connector.submit("right", Direction.PUSH, SOME_RUNS)
+    left.connector.register([FIRST])
+    move(left, right, Direction.PUSH, SOME_RUNS)
+    check_moved(left, right, SOME_RUNS)
+
+
+def test_a_damaged_description_is_refused_and_the_good_one_still_works(
+    make_side: MakeSide,
+) -> None:
+    left, right = make_side("left"), make_side("right")
+    good = right.connector.describe([FIRST, SECOND])
+    flipped = [bytearray(good) for _ in range(0, len(good), 7)]
+    for position, copy in zip(range(0, len(good), 7), flipped, strict=True):
+        copy[position] ^= 0x41
+    for bad in (b"", good[:-1], good[: len(good) // 2], good + b"\0", *map(bytes, flipped)):
+        with pytest.raises(ConnectorError):
+            left.connector.connect("right", right.base, bad)
+    with pytest.raises(ConnectorError, match="not connected"):
+        left.connector.submit("right", Direction.PULL, SOME_RUNS)
+    left.connector.connect("right", right.base, good)
+    with pytest.raises(ConnectorError):
+        left.connector.connect("right", right.base, good[:-1])
+    move(left, right, Direction.PULL, SOME_RUNS)
+    check_moved(right, left, SOME_RUNS)
+
+
+def test_a_description_that_contradicts_is_refused(pair: tuple[Side, Side]) -> None:
+    left, right = pair
+    told = right.connector.describe([FIRST])
+    with pytest.raises(ConnectorError, match="already peer right"):
+        left.connector.connect("other", right.base, told)
+    with pytest.raises(ConnectorError, match="moved"):
+        left.connector.connect("right", right.base + 4096, told)
+    with pytest.raises(ConnectorError, match="our own"):
+        left.connector.connect("me", left.base, left.connector.describe([FIRST]))
+    move(left, right, Direction.PUSH, SOME_RUNS)
+    check_moved(left, right, SOME_RUNS)
+
+
+def test_disconnect_ends_tickets_and_reconnect_works(pair: tuple[Side, Side]) -> None:
+    left, right = pair
+    ticket = left.connector.submit("right", Direction.PULL, SOME_RUNS)
+    left.connector.disconnect("right")
+    left.connector.disconnect("stranger")
+    result = finish(ticket, left, right)
+    assert result.error is not None and "disconnected" in result.error
+    with pytest.raises(ConnectorError, match="not connected"):
+        left.connector.submit("right", Direction.PULL, SOME_RUNS)
+    left.meet(right, [FIRST])
+    with pytest.raises(ConnectorError, match="source"):
+        left.connector.submit("right", Direction.PULL, SOME_RUNS)
+    left.meet(right, [SECOND])
+    move(left, right, Direction.PULL, SOME_RUNS)
+    check_moved(right, left, SOME_RUNS)
+
+
+def test_a_restarted_peer_takes_its_name_over(pair: tuple[Side, Side], make_side: MakeSide) -> None:
+    left, right = pair
+    move(left, right, Direction.PUSH, SOME_RUNS)
+    right.connector.close()
+    reborn = make_side("right")
+    left.meet(reborn, [FIRST])
+    with pytest.raises(ConnectorError, match="destination"):
+        left.connector.submit("right", Direction.PUSH, SOME_RUNS)
+    left.meet(reborn, [SECOND])
+    move(left, reborn, Direction.PUSH, SOME_RUNS)
+    check_moved(left, reborn, SOME_RUNS)
+
+
+def test_close_is_idempotent_and_final(pair: tuple[Side, Side]) -> None:
+    left, right = pair
+    told = right.connector.describe([FIRST])
+    left.connector.close()
+    left.connector.close()
+    uses: list[Callable[[], object]] = [
+        lambda: left.connector.register([LATER]),
+        lambda: left.connector.deregister([FIRST]),
+        lambda: left.connector.describe([FIRST]),
+        lambda: left.connector.connect("right", right.base, told),
+        lambda: left.connector.submit("right", Direction.PUSH, SOME_RUNS),
+        lambda: left.connector.disconnect("right"),
+        lambda: left.connector.poll(),
+    ]
+    for use in uses:
+        with pytest.raises(ConnectorError, match="closed"):
+            use()
+    assert right.connector.poll() == []
