@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import cyclopts
 
 from kvxfer.command import run_app
 from kvxfer.demo.plan import DemoOptions
+from kvxfer.serve.prompts import RouterOptions
 
 app = cyclopts.App(
     name="kvxfer",
@@ -29,8 +31,20 @@ def demo(options: DemoOptions = DemoOptions()) -> int:  # noqa: B008  frozen, so
     return run_demo(options)
 
 
+@app.command
+def router(options: RouterOptions) -> int:
+    """Send prompts to workers that were started by hand, and stream the answers.
+
+    Example: kvxfer router --model DIR --decode tcp://127.0.0.1:5602 --prompt "To be"
+    """
+    from kvxfer.serve.prompts import run_router
+
+    return run_router(options)
+
+
 def main() -> None:
-    """Entry point: 0 ok, 1 failure, 2 usage, 130 after Ctrl-C."""
+    """Entry point: 0 ok, 1 failure, 2 usage, 130 after Ctrl-C or SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both unwind: nothing stays behind
     try:
         sys.exit(run_app(app, sys.argv[1:]))
     except KeyboardInterrupt:

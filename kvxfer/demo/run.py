@@ -15,10 +15,11 @@ from kvxfer.demo.checks import GrowthInFlight, growth_in_flight
 from kvxfer.demo.plan import DemoOptions, DemoPlan, plan_demo
 from kvxfer.demo.prompts import Prompt, long_prompt
 from kvxfer.demo.results import DemoResult, Numbers, RequestResult, compare
-from kvxfer.demo.screen import Screen, TextStream
+from kvxfer.demo.screen import Screen
 from kvxfer.errors import DeadlineExceeded, KvxferError, WorkerDied
 from kvxfer.launch.local import LocalLauncher, WorkerProcess
 from kvxfer.serve.router import Backend, Router
+from kvxfer.serve.text import TextStream
 from kvxfer.telemetry.trace import read_trace
 
 START_TIMEOUT_S = 180.0
@@ -70,8 +71,8 @@ def run_demo(options: DemoOptions) -> int:
     with ExitStack() as undo:
         run_dir = _run_dir(options, undo)
         launcher = undo.enter_context(LocalLauncher(run_dir, screen.step))
+        cluster = _start(plan, launcher, screen, run_dir, undo)
         try:
-            cluster = _start(plan, launcher, screen, run_dir, undo)
             result = Demo(plan, cluster, screen).run()
         except WorkerDied as error:
             _tell_endings(launcher, error)
@@ -133,6 +134,7 @@ class Demo:
         self._plan = plan
         self._cluster = cluster
         self._screen = screen
+        self._prompts: list[Prompt] = []
         self._streams: list[TextStream] = []
 
     def run(self) -> DemoResult:
@@ -161,7 +163,8 @@ class Demo:
             verify=True,
             request_id=prompt.name,
         )
-        self._streams.append(TextStream(prompt, completion, self._plan.tokenizer))
+        self._prompts.append(prompt)
+        self._streams.append(TextStream(prompt.text, completion, self._plan.tokenizer))
 
     def _finish_all(self) -> None:
         def done() -> bool:
@@ -172,7 +175,7 @@ class Demo:
         for stream in self._streams:
             finished = stream.completion.finished
             if finished is not None and finished.error:
-                raise KvxferError(f"{stream.prompt.name}: {finished.error}")
+                raise KvxferError(f"{finished.request_id}: {finished.error}")
             self._screen.stream([stream])
 
     def _grow(self) -> GrowthInFlight | None:
@@ -216,13 +219,13 @@ class Demo:
         references = [
             self._cluster.router.submit(
                 self._cluster.single,
-                stream.prompt.tokens,
+                prompt.tokens,
                 self._plan.options.max_new_tokens,
                 stop_token_ids=self._plan.info.eos_token_ids,
                 verify=True,
-                request_id=f"reference-{stream.prompt.name}",
+                request_id=f"reference-{prompt.name}",
             )
-            for stream in self._streams
+            for prompt in self._prompts
         ]
         self._cluster.wait(
             lambda: all(reference.finished for reference in references),
@@ -230,6 +233,8 @@ class Demo:
             REQUEST_TIMEOUT_S,
         )
         return [
-            compare(stream.prompt, stream.text, stream.completion, reference)
-            for stream, reference in zip(self._streams, references, strict=True)
+            compare(prompt, stream.text, stream.completion, reference)
+            for prompt, stream, reference in zip(
+                self._prompts, self._streams, references, strict=True
+            )
         ]

@@ -8,38 +8,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvxfer.demo.prompts import Prompt
 from kvxfer.demo.results import DemoResult, Numbers
-from kvxfer.model.tokenizer import Detokenizer, Tokenizer
-from kvxfer.serve.router import Completion
+from kvxfer.serve.text import TextStream
 
 MIB = 1 << 20
 PROMPT_TAIL = 150
-BAR_WIDTH = 50
-
-
-class TextStream:
-    """The text of one completion, as it comes."""
-
-    def __init__(self, prompt: Prompt, completion: Completion, tokenizer: Tokenizer) -> None:
-        self.prompt = prompt
-        self.completion = completion
-        self.text = ""
-        self._detokenizer: Detokenizer = tokenizer.stream()
-        self._num_pushed = 0
-        self._is_over = False
-
-    def new_text(self) -> str:
-        """What was added since the last call."""
-        fresh = ""
-        for token in self.completion.output[self._num_pushed :]:
-            fresh += self._detokenizer.push(token)
-            self._num_pushed += 1
-        if self.completion.finished is not None and not self._is_over:
-            self._is_over = True
-            fresh += self._detokenizer.finish()
-        self.text += fresh
-        return fresh
+BAR_WIDTH = 40
 
 
 class Screen:
@@ -72,25 +46,25 @@ class Screen:
 
     def _begin(self, stream: TextStream) -> None:
         self._shown = stream
-        name, tail = stream.prompt.name, stream.prompt.text[-PROMPT_TAIL:]
+        name, tail = stream.completion.request_id, stream.prompt[-PROMPT_TAIL:]
         self._console.print(f"\n\n[cyan]{name}[/cyan] [dim]…{escape(tail)}[/dim]", end="")
 
     def report(self, result: DemoResult) -> None:
         self._console.print("\n")
         self._console.print(_request_table(result))
         self._console.print(_cache_table(result))
-        self._console.print(_growth_picture(result.before["decode"], "before"))
-        self._console.print(_growth_picture(result.after["decode"], "after"))
-        for line in _verdict(result):
+        picture = _growth_picture(result.before["decode"], result.after["decode"])
+        for line in [*picture, *_verdict(result)]:
             self._console.print(line)
 
 
 def _request_table(result: DemoResult) -> Table:
     table = Table(title=f"Handed over from prefill to decode ({result.lane}, NIXL)")
-    for name in ("request", "prompt tokens", "TTFT ms", "MB", "GB/s", "runs", "blocks"):
-        table.add_column(name, justify="left" if name == "request" else "right")
-    table.add_column("KV equal")
-    table.add_column("tokens equal")
+    table.add_column("request", no_wrap=True)
+    for name in ("prompt tokens", "TTFT ms", "MB", "GB/s", "runs", "blocks"):
+        table.add_column(name, justify="right")
+    for name in ("KV equal", "tokens equal"):
+        table.add_column(name)
     for request in result.requests:
         table.add_row(
             request.name,
@@ -127,11 +101,18 @@ def _cache_table(result: DemoResult) -> Table:
     return table
 
 
-def _growth_picture(account: Numbers, when: str) -> str:
-    reserved, committed = int(account["reserved_bytes"]), int(account["committed_bytes"])
-    filled = max(1, round(BAR_WIDTH * committed / reserved))
-    bar = "█" * filled + "░" * (BAR_WIDTH - filled)
-    return f"decode {when:>6} {bar} {committed / reserved:.1%} of the reservation"
+def _growth_picture(before: Numbers, after: Numbers) -> list[str]:
+    """decode's committed prefix, before and after, at one scale; what is reserved goes on."""
+    old, new = (int(account["committed_bytes"]) for account in (before, after))
+    reserved = int(after["reserved_bytes"])
+    scale = min(reserved, new * 5 // 4)
+    old_width, new_width = max(1, BAR_WIDTH * old // scale), max(1, BAR_WIDTH * new // scale)
+    grown = "█" * old_width + "▓" * (new_width - old_width)
+    lines = []
+    for when, bar, size in (("before", "█" * old_width, old), ("after", grown, new)):
+        lines.append(f"decode {when:>6} {bar:░<{BAR_WIDTH}}→ {size / MIB:.1f} MiB committed")
+    lines.append(f"[dim]█ committed  ▓ grown  ░→ reserved, up to {reserved / MIB:.0f} MiB[/dim]")
+    return lines
 
 
 def _verdict(result: DemoResult) -> list[str]:
@@ -146,8 +127,9 @@ def _verdict(result: DemoResult) -> list[str]:
         )
         lines.append(
             f"{_mark(result.grew)} decode grew from {growth.old_blocks} to {growth.new_blocks} "
-            f"blocks at the same base: transfer of {growth.transfer_request} began {-start:.0f} ms "
-            f"before and ended {end:.0f} ms after; {growth.landed_request} landed in the new range"
+            f"blocks at the same base; the transfer of {growth.transfer_request} began "
+            f"{-start:.0f} ms before and ended {end:.0f} ms after; {growth.landed_request} landed "
+            "in the new range"
         )
     elif result.must_grow:
         lines.append(f"{_mark(False)} decode did not grow while a transfer was under way")

@@ -1,0 +1,100 @@
+"""`kvxfer router`: sends prompts to workers that were started by hand, and streams the answers."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from kvxfer.control.messages import Sampling
+from kvxfer.errors import DeadlineExceeded, KvxferError, UsageError
+from kvxfer.model.loader import ModelInfo, inspect_model
+from kvxfer.model.tokenizer import Tokenizer
+from kvxfer.serve.router import Backend, Router
+from kvxfer.serve.text import TextStream
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterOptions:
+    """What `kvxfer router` may be told."""
+
+    model: Path
+    """The directory that the workers run; the router reads its tokenizer."""
+    decode: str
+    """Address of the decode worker."""
+    prompt: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+    """A prompt; may be given several times (default: one a line from standard input)."""
+    max_new_tokens: int = 48
+    """Tokens generated for each prompt."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with this much probability."""
+    seed: int = 0
+    """The noise of a token is a function of the seed and its position alone."""
+    timeout_s: float = 120.0
+    """For one answer."""
+
+
+def run_router(options: RouterOptions) -> int:
+    """Send each prompt, print its answer as it comes. Raises KvxferError."""
+    _check(options)
+    info = inspect_model(options.model)
+    tokenizer = Tokenizer.load(options.model)
+    router = Router()
+    try:
+        backend = router.connect([options.decode], 30.0)[0]
+        if backend.facts is not None and backend.facts.model != info.fingerprint:
+            raise UsageError("model", str(options.model), "the decode worker runs another model")
+        for text in _prompts(options.prompt):
+            _answer(options, info, tokenizer, router, backend, text)
+    finally:
+        router.close()
+    return 0
+
+
+def _check(options: RouterOptions) -> None:
+    if options.max_new_tokens < 1:
+        raise UsageError("max_new_tokens", options.max_new_tokens, "must be at least 1")
+    if not options.temperature >= 0:
+        raise UsageError("temperature", options.temperature, "must be 0 or more")
+    if not 0 < options.top_p <= 1:
+        raise UsageError("top_p", options.top_p, "must be more than 0 and at most 1")
+
+
+def _prompts(given: Sequence[str]) -> Iterable[str]:
+    return given or (line.rstrip("\n") for line in sys.stdin if line.strip())
+
+
+def _answer(
+    options: RouterOptions,
+    info: ModelInfo,
+    tokenizer: Tokenizer,
+    router: Router,
+    backend: Backend,
+    text: str,
+) -> None:
+    completion = router.submit(
+        backend,
+        tokenizer.encode(text),
+        options.max_new_tokens,
+        sampling=Sampling(options.temperature, options.top_p, options.seed),
+        stop_token_ids=info.eos_token_ids,
+    )
+    stream = TextStream(text, completion, tokenizer)
+    deadline_s = time.monotonic() + options.timeout_s
+    while completion.finished is None:
+        router.poll(0.02)
+        print(stream.new_text(), end="", flush=True)
+        if time.monotonic() > deadline_s:
+            router.cancel(completion)
+            raise DeadlineExceeded(f"no whole answer within {options.timeout_s:g} s")
+    print(stream.new_text())
+    if completion.finished.error:
+        raise KvxferError(completion.finished.error)

@@ -1,0 +1,122 @@
+"""Bad input gets one clear line that names the field and the value, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from support.commands import KVXFER, TINY_MODEL, run
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing_behind")
+
+
+def copy_model(target: Path, *names: str) -> Path:
+    target.mkdir()
+    for name in names:
+        shutil.copy(TINY_MODEL / name, target / name)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("options", "mentioned"),
+    [
+        (["--layout-prefill", "LBXNC"], ("layout_prefill", "LBXNC", "LBHNC")),
+        (["--layout-decode", "nope"], ("layout_decode", "nope")),
+        (["--device", "tpu"], ("device", "tpu", "cuda")),
+        (["--lane", "sideways"], ("lane", "sideways", "push")),
+        (["--max-new-tokens", "0"], ("max_new_tokens", "0")),
+        (["--max-new-tokens", "many"], ("max-new-tokens", "many")),
+        (["--no-such-option"], ("no-such-option",)),
+        (["--kv-commit", "never"], ("kv-commit", "never")),
+        (["--prompt", ""], ("prompt", "empty")),
+        (["--prompt", "word " * 2000], ("prompt", "word", "2048")),
+        (["--prompt-file", "/nonexistent/prompts"], ("prompt_file", "/nonexistent/prompts")),
+        (["--model", "/nonexistent/model"], ("model", "/nonexistent/model")),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
+)
+def test_demo_options(options: list[str], mentioned: tuple[str, ...]) -> None:
+    run(*KVXFER, "demo", *options).check_one_clear_line(2, *mentioned)
+
+
+def test_model_without_config(tmp_path: Path) -> None:
+    model = copy_model(tmp_path / "m", "model.safetensors", "tokenizer.json")
+    run(*KVXFER, "demo", "--model", str(model)).check_one_clear_line(2, "model", "config.json")
+
+
+def test_model_without_weights(tmp_path: Path) -> None:
+    model = copy_model(tmp_path / "m", "config.json", "tokenizer.json")
+    run(*KVXFER, "demo", "--model", str(model)).check_one_clear_line(2, "model", "safetensors")
+
+
+def test_model_without_tokenizer(tmp_path: Path) -> None:
+    model = copy_model(tmp_path / "m", "config.json", "model.safetensors")
+    run(*KVXFER, "demo", "--model", str(model)).check_one_clear_line(2, "tokenizer.json")
+
+
+def test_unsupported_architecture(tmp_path: Path) -> None:
+    model = copy_model(tmp_path / "m", "config.json", "model.safetensors", "tokenizer.json")
+    config = json.loads((model / "config.json").read_text())
+    config |= {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
+    (model / "config.json").write_text(json.dumps(config))
+    done = run(*KVXFER, "demo", "--model", str(model))
+    done.check_one_clear_line(1, "mamba")
+
+
+def test_device_that_is_not_there() -> None:
+    """Known only once a worker has imported torch: its line and exit code come through."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    done = run(*KVXFER, "demo", "--device", "cuda", "--json")
+    done.check_one_clear_line(2, "device", "cuda", "0 CUDA")
+
+
+@pytest.mark.parametrize(
+    "module", ["prefill", "decode", "kvxfer.worker.single"], ids=lambda name: name.split(".")[-1]
+)
+def test_port_in_use(module: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        more = ["--prefill", "tcp://127.0.0.1:9"] if module == "decode" else []
+        done = run(
+            sys.executable, "-m", module, "--model", str(TINY_MODEL), "--listen", address, *more
+        )
+    assert done.code == 2, done
+    assert "Traceback" not in done.err
+    last = done.err.strip().splitlines()[-1]
+    assert "error: listen" in last
+    assert address in last
+    assert "in use" in last
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--listen", "tcp://0.0.0.0:5601"),
+        ("--listen", "ipc:///tmp/x"),
+        ("--kv-cache-layout", "XX"),
+        ("--device", "gpu"),
+        ("--lane", "both"),
+        ("--block-size", "0"),
+        ("--threads", "-1"),
+        ("--kv-cache-memory-bytes", "-5"),
+        ("--request-timeout-s", "0"),
+        ("--max-num-batched-tokens", "100"),
+        ("--connector", "carrier-pigeon"),
+    ],
+)
+def test_worker_options(option: str, value: str) -> None:
+    done = run(sys.executable, "-m", "prefill", "--model", str(TINY_MODEL), option, value)
+    assert done.code == 2, done
+    assert "Traceback" not in done.err
+    last = done.err.strip().splitlines()[-1]
+    assert option.removeprefix("--").replace("-", "_") in last
+    assert value in last

@@ -1,0 +1,66 @@
+"""`kvxfer demo`: prefill and decode in two processes give what one process gives, bit by bit,
+while decode's cache grows in the middle of a transfer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.commands import demo
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing_behind")
+
+LAYOUT_PAIRS = [("LBHNC", "BLHNC"), ("LHBNC", "LBNHC"), ("BLNHC", "BHLNC")]
+
+
+@pytest.mark.parametrize("lane", ["push", "pull"])
+@pytest.mark.parametrize(("prefill", "decode"), LAYOUT_PAIRS)
+def test_equals_a_single_process_while_the_cache_grows(
+    prefill: str, decode: str, lane: str
+) -> None:
+    done, result = demo(
+        "--layout-prefill", prefill, "--layout-decode", decode, "--lane", lane,
+        "--max-new-tokens", "24",
+    )  # fmt: skip
+    assert done.code == 0, done
+    assert result["ok"]
+    assert result["tokens_equal"]
+    assert result["kv_equal"]
+    assert result["grew"]
+    assert result["grew_in_flight"]
+    assert result["lane"] == lane
+    growth = result["growth"]
+    assert growth["start_ns"] < growth["generation_ns"] < growth["end_ns"]
+    before, after = result["before"]["decode"], result["after"]["decode"]
+    assert before["layout"] == decode
+    assert after["base_address"] == before["base_address"]
+    assert after["committed_bytes"] > before["committed_bytes"]
+    for account in (before, after, result["after"]["prefill"]):
+        assert account["registered_bytes"] == account["committed_bytes"]
+        assert account["committed_bytes"] <= account["reserved_bytes"]
+        assert account["blocks_used"] == account["blocks_quarantined"] == 0
+        assert account["blocks_free"] + 1 == account["blocks_total"]
+    for request in result["requests"]:
+        assert request["bytes"] == request["prompt_tokens"] * bytes_per_token(result)
+        assert request["output_tokens"] == 24
+
+
+def bytes_per_token(result: dict[str, list[dict[str, int]]]) -> float:
+    first = result["requests"][0]
+    return first["bytes"] / first["prompt_tokens"]
+
+
+def test_own_prompts_and_everything_committed_from_the_start(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("ROMEO. But soft, what light through yonder window breaks?\n\nHAMLET. ü ☂\n")
+    done, result = demo(
+        "--kv-commit", "all", "--prompt", "To be, or not to be", "--prompt-file", str(prompts),
+        "--max-new-tokens", "8", "--keep-logs", str(tmp_path / "logs"),
+    )  # fmt: skip
+    assert done.code == 0, done
+    assert result["ok"]
+    assert not result["grew"]
+    assert len(result["requests"]) == 3
+    kinds = ("log", "trace.jsonl")
+    expected = {f"{role}.{kind}" for role in ("prefill", "decode", "single") for kind in kinds}
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == expected
