@@ -2,15 +2,54 @@
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is decorated
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--result-json", type=Path, help="write outcomes, machine and versions to this file"
+    )
+    parser.addoption("--commit", default="", help="the commit that a --result-json is of")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Results of runs that CI cannot make, such as those on a GPU, are committed as JSON."""
+    target: Path | None = config.getoption("--result-json")
+    if target is None:
+        return
+    outcomes = {
+        outcome: sorted(report.nodeid for report in terminalreporter.getreports(outcome))
+        for outcome in ("passed", "failed", "error", "skipped")
+    }
+    record = {
+        **{outcome: len(names) for outcome, names in outcomes.items()},
+        "machine": machine(),
+        "commit": config.getoption("--commit"),
+        "outcomes": outcomes,
+    }
+    target.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def machine() -> dict[str, str]:
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    versions = {
+        name: version(name) for name in ("torch", "transformers", "nixl", "cuda-bindings", "pyzmq")
+    }
+    return {"python": platform.python_version(), "gpus": ", ".join(gpus) or "none", **versions}
 
 
 def worker_processes() -> list[str]:

@@ -57,7 +57,9 @@ class Channel:
         except zmq.ZMQError as error:
             self.close()
             raise UsageError("listen", listen, f"cannot bind: {error}") from error
-        self.address = router.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
+        endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        self.address = endpoint.decode().rstrip("\0")
         self._router = router
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:

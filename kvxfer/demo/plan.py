@@ -99,7 +99,6 @@ class DemoPlan:
             *("--kv-commit", options.kv_commit),
             *("--kv-initial-blocks", str(initial)),
             *("--lane", options.lane),
-            *("--connector", "loopback" if role == "single" else "nixl"),
             *("--on-peer-loss", "exit"),
             *("--trace", str(trace)),
         ]

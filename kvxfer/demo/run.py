@@ -120,7 +120,14 @@ def _start(
     router = Router()
     undo.callback(router.close)
     backends = router.connect([worker.address for worker in workers], 30.0)
-    cluster = Cluster(launcher, router, *backends, run_dir)
+    cluster = Cluster(
+        launcher=launcher,
+        router=router,
+        prefill=backends[0],
+        decode=backends[1],
+        single=backends[2],
+        run_dir=run_dir,
+    )
     cluster.wait(
         lambda: router.status(cluster.decode).values["peers"] == 1, "handshake of the pair", 30.0
     )

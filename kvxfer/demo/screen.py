@@ -82,9 +82,10 @@ def _request_table(result: DemoResult) -> Table:
 
 def _cache_table(result: DemoResult) -> Table:
     table = Table(title="KV caches, MiB")
-    for name in ("worker", "layout", "when", "reserved", "committed", "registered", "generation"):
-        justify = "left" if name in ("worker", "layout", "when") else "right"
-        table.add_column(name, justify=justify)
+    for name in ("worker", "layout", "when"):
+        table.add_column(name)
+    for name in ("reserved", "committed", "registered", "generation"):
+        table.add_column(name, justify="right")
     for worker in result.before:
         for when, accounts in (("before", result.before), ("after", result.after)):
             account = accounts[worker]

@@ -57,11 +57,19 @@ class Engine:
 
     @property
     def initial_blocks(self) -> int:
-        """Blocks to commit before the first request."""
+        """Blocks to commit before the first request: the null block and one more at the least."""
         if self.options.kv_commit == "all":
             return self.bound_blocks
         wanted = self.options.kv_initial_blocks or -(-self.bound_blocks // 16)
-        return min(self.bound_blocks, max(wanted, self.cache.committed_blocks))
+        return min(self.bound_blocks, max(2, wanted, self.cache.committed_blocks))
+
+    def enter_thread(self) -> None:
+        """Make the device's primary context current in the calling thread: CUDA keeps it by
+        thread, and NIXL and the driver API use whichever is current."""
+        if self.driver.device != "cpu":
+            import torch
+
+            torch.cuda.set_device(self.driver.device)
 
     def close(self) -> None:
         self.runner.close()
