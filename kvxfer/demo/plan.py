@@ -20,7 +20,7 @@ from kvxfer.transfer.lanes import LANES
 
 BLOCK_SIZE = 16
 LARGEST_CHUNK_TOKENS = 128
-WORKER_BUDGET_BYTES = 1536 << 20
+WORKER_BUDGET_BYTES = 1 << 30
 """The most that a worker of the demo may use, weights and libraries included: enough to show
 growth, and small beside what else runs on the machine."""
 NUM_WORKERS = 3

@@ -38,6 +38,8 @@ class RouterOptions:
     """Sample from the smallest set of tokens with this much probability."""
     seed: int = 0
     """The noise of a token is a function of the seed and its position alone."""
+    connect_timeout_s: float = 30.0
+    """For the decode worker to answer."""
     timeout_s: float = 120.0
     """For one answer."""
 
@@ -49,7 +51,7 @@ def run_router(options: RouterOptions) -> int:
     tokenizer = Tokenizer.load(options.model)
     router = Router()
     try:
-        backend = router.connect([options.decode], 30.0)[0]
+        backend = router.connect([options.decode], options.connect_timeout_s)[0]
         if backend.facts is not None and backend.facts.model != info.fingerprint:
             raise UsageError("model", str(options.model), "the decode worker runs another model")
         for text in _prompts(options.prompt):

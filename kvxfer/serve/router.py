@@ -69,7 +69,7 @@ class Completion:
 class Router:
     """Dials workers, sends prompts, collects tokens. One thread; `poll` makes it move."""
 
-    def __init__(self, peer_timeout_s: float = 3.0) -> None:
+    def __init__(self, peer_timeout_s: float = 5.0) -> None:
         self._channel = Channel(f"router.{secrets.token_hex(8)}")
         self._peer_timeout_s = peer_timeout_s
         self._backends: dict[str, Backend] = {}

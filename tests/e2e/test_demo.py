@@ -6,21 +6,39 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.commands import demo
+from support.commands import TINY_MODEL, demo
+from support.models import write_model
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing_behind")
 
-LAYOUT_PAIRS = [("LBHNC", "BLHNC"), ("LHBNC", "LBNHC"), ("BLNHC", "BHLNC")]
+PAIRS = [
+    ("bundled", "LBHNC", "BLHNC"),
+    ("qwen3", "LHBNC", "LBNHC"),
+    ("mistral", "BLNHC", "BHLNC"),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The bundled model, and random weights in the shapes of two other families."""
+    written = {
+        family: write_model(
+            tmp_path_factory.mktemp(family), family, num_hidden_layers=6, hidden_size=128,
+            intermediate_size=512, max_position_embeddings=1536,
+        )
+        for family in ("qwen3", "mistral")
+    }  # fmt: skip
+    return {"bundled": TINY_MODEL, **written}
 
 
 @pytest.mark.parametrize("lane", ["push", "pull"])
-@pytest.mark.parametrize(("prefill", "decode"), LAYOUT_PAIRS)
+@pytest.mark.parametrize(("family", "prefill", "decode"), PAIRS)
 def test_equals_a_single_process_while_the_cache_grows(
-    prefill: str, decode: str, lane: str
+    family: str, prefill: str, decode: str, lane: str, models: dict[str, Path]
 ) -> None:
     done, result = demo(
-        "--layout-prefill", prefill, "--layout-decode", decode, "--lane", lane,
-        "--max-new-tokens", "24",
+        "--model", str(models[family]), "--lane", lane, "--max-new-tokens", "24",
+        "--layout-prefill", prefill, "--layout-decode", decode,
     )  # fmt: skip
     assert done.code == 0, done
     assert result["ok"]
@@ -42,7 +60,7 @@ def test_equals_a_single_process_while_the_cache_grows(
         assert account["blocks_free"] + 1 == account["blocks_total"]
     for request in result["requests"]:
         assert request["bytes"] == request["prompt_tokens"] * bytes_per_token(result)
-        assert request["output_tokens"] == 24
+        assert 1 <= request["output_tokens"] <= 24  # random weights may stop early
 
 
 def bytes_per_token(result: dict[str, list[dict[str, int]]]) -> float:

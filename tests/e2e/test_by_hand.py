@@ -1,0 +1,157 @@
+"""Workers started by hand, as the README tells: they find each other, serve, refuse strangers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support.commands import KVXFER, ROOT, TINY_MODEL, run
+from support.running import wait_until
+
+from kvxfer.control.channel import Channel
+from kvxfer.control.messages import Hello, Reject
+
+SMALL = ("--memory-budget-bytes", str(1 << 30), "--kv-commit", "elastic")
+
+
+class HandStarted:
+    """A worker process whose log is read for where it listens."""
+
+    def __init__(self, role: str, log: Path, *options: str, model: Path = TINY_MODEL) -> None:
+        self.log = log
+        command = [sys.executable, "-m", role, "--model", str(model), *SMALL, *options]
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    @property
+    def address(self) -> str:
+        wait_until(lambda: "listens on" in self.text, 30, "listening")
+        return self.text.split("listens on ")[1].split()[0]
+
+    def wait_for(self, text: str, timeout_s: float = 60) -> None:
+        def seen() -> bool:
+            assert text in self.text or self.process.poll() is None, self.text
+            return text in self.text
+
+        wait_until(seen, timeout_s, text)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(timeout=10)
+
+
+@contextmanager
+def hand_started(*arguments: str | Path, model: Path = TINY_MODEL) -> Iterator[HandStarted]:
+    role, log, *options = arguments
+    worker = HandStarted(str(role), Path(log), *map(str, options), model=model)
+    try:
+        yield worker
+    finally:
+        if worker.process.poll() is None:
+            worker.process.kill()
+        worker.process.wait(timeout=10)
+
+
+@pytest.fixture(scope="module")
+def prefill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HandStarted]:
+    log = tmp_path_factory.mktemp("prefill") / "log"
+    with hand_started("prefill", log, "--worker-id", "prefill-a") as worker:
+        yield worker
+        assert worker.process.poll() is None, "no stranger ends it"
+        asked_at = time.monotonic()
+        assert worker.stop() == 0
+        assert time.monotonic() - asked_at < 2
+        assert "Traceback" not in worker.text
+
+
+@pytest.fixture
+def stranger(prefill: HandStarted) -> Iterator[Channel]:
+    channel = Channel("stranger.1")
+    yield channel
+    channel.close()
+
+
+def ask(channel: Channel, address: str, hello: Hello) -> object:
+    key = channel.dial(address)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if not channel.poll(0.1):
+            try:
+                channel.send(key, hello)
+                break
+            except Exception as error:
+                assert "cannot send" in str(error)
+    while time.monotonic() < deadline:
+        for letter in channel.poll(0.1):
+            return letter.message
+    raise AssertionError("no answer")
+
+
+def test_another_wire_version_is_refused_by_name(prefill: HandStarted, stranger: Channel) -> None:
+    prefill.wait_for("ready")
+    answer = ask(stranger, prefill.address, Hello(wire_version=99, facts=None))
+    assert isinstance(answer, Reject)
+    assert (answer.field, answer.ours, answer.theirs) == ("wire_version", "99", "1")
+
+
+def test_a_pair_started_by_hand_serves_prompts(prefill: HandStarted, tmp_path: Path) -> None:
+    with hand_started(
+        "decode", tmp_path / "log", "--prefill", prefill.address, "--kv-cache-layout", "BHLNC"
+    ) as decode:
+        decode.wait_for("peer prefill-a is ready")
+        ask_router = (*KVXFER, "router", "--model", str(TINY_MODEL), "--decode", decode.address)
+        prompt = "HAMLET.\nTo be, or not to be: that is the question:\n"
+        answers = [
+            run(*ask_router, "--prompt", prompt, "--max-new-tokens", "24", *more)
+            for more in ((), (), ("--temperature", "0.9", "--seed", "1"))
+        ]
+        for answer in answers:
+            assert answer.code == 0, answer
+            assert answer.err == ""
+            assert len(answer.out.strip()) > 10
+        assert answers[0].out == answers[1].out
+        assert answers[2].out != answers[0].out
+        too_long = run(*ask_router, "--prompt", "word " * 500)
+        too_long.check_one_clear_line(1, "2048")
+        wrong = run(*ask_router, "--prompt", "x", "--top-p", "0")
+        wrong.check_one_clear_line(2, "top_p", "0")
+        assert decode.stop() == 0
+
+
+def test_another_model_is_refused_by_name(prefill: HandStarted, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(TINY_MODEL, model, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    with hand_started(
+        "decode", tmp_path / "log", "--prefill", prefill.address, model=model
+    ) as decode:
+        assert decode.process.wait(timeout=60) == 1
+        last = decode.text.strip().splitlines()[-1]
+    assert last.startswith("decode: error: ")
+    assert "model differs" in last
+    assert "Traceback" not in decode.text
+
+
+def test_a_router_that_finds_nobody_says_so() -> None:
+    started = time.monotonic()
+    done = run(
+        *KVXFER, "router", "--model", str(TINY_MODEL), "--decode", "tcp://127.0.0.1:9",
+        "--prompt", "x", "--connect-timeout-s", "1",
+    )  # fmt: skip
+    done.check_one_clear_line(1, "tcp://127.0.0.1:9", "no answer")
+    assert time.monotonic() - started < 10
