@@ -61,8 +61,11 @@ class Receiver:
         assert peer is not None
         assert peer.facts is not None
         in_order = ready.start == request.tokens_read < ready.stop <= request.num_prompt_tokens
-        if ready.lease.lease_id != request.grant_id or not in_order or request.offer_is_final:
+        if not in_order or request.offer_is_final:
             raise WireError(f"request {request.request_id}: Ready does not follow what came before")
+        capacity = peer.facts.geometry.capacity_blocks
+        if not all(0 < block < capacity for block in ready.lease.blocks):
+            raise WireError(f"request {request.request_id}: lease of a block that cannot be")
         tokens = range(ready.start, ready.stop)
         source = CacheSide(peer.facts.geometry, peer.regions, ready.lease.blocks)
         target = CacheSide(self._cache.geometry, self._regions(), request.blocks)
@@ -96,7 +99,7 @@ class Receiver:
             and request.reads_in_flight == 0
             and request.tokens_read == request.num_prompt_tokens
         )
-        if confirmed.lease_id != request.grant_id or not complete:
+        if not complete:
             raise WireError(f"request {request.request_id}: Confirmed before all was read")
         self._filled(request, "pull")
 

@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 
 from kvxfer.control.messages import Generate, TransferStats
 from kvxfer.control.session import Peer
+from kvxfer.errors import WireError
 from kvxfer.model.runner import SequenceStep
 from kvxfer.model.sampling import SampleSpec
+from kvxfer.transfer.connector import Direction
 
 
 class RequestState(enum.Enum):
@@ -67,6 +69,15 @@ class DecodeRequest:
     def sample(self) -> SampleSpec:
         sampling = self.generate.sampling
         return SampleSpec(sampling.temperature, sampling.top_p, sampling.seed)
+
+    def check_granted(self, direction: Direction) -> None:
+        """Raises WireError unless the grant is being used, and in the agreed direction."""
+        assert self.prefill is not None
+        if self.state is not RequestState.GRANTED or self.prefill.direction != direction:
+            raise WireError(
+                f"request {self.request_id}: word of a {direction} in state {self.state.name}, "
+                f"where the lane is {self.prefill.direction}"
+            )
 
     def next_step(self) -> SequenceStep:
         """Compute the KV of the newest token and the token after it."""

@@ -6,6 +6,7 @@ import logging
 import time
 from functools import partial
 
+from decode.admission import choose_prefill, why_not
 from decode.receiver import Receiver
 from decode.schedule import DecodeBatch, DecodeRequest, RequestState
 from kvxfer.control.messages import (
@@ -21,7 +22,7 @@ from kvxfer.control.messages import (
     Token,
 )
 from kvxfer.control.session import Peer
-from kvxfer.errors import KvxferError, WireError
+from kvxfer.errors import KvxferError
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.digest import block_digests
 from kvxfer.worker.assembly import WorkerParts
@@ -52,7 +53,7 @@ class DecodeWorker:
             Failed: self._on_failed,
             Aborted: self._on_aborted,
         }
-        parts.peers.on_ready = lambda peer: self._admit()
+        parts.peers.on_ready = self._on_peer_ready
         parts.peers.on_lost = self._on_peer_lost
         parts.peers.on_fenced = self._on_fenced
         parts.growth.on_settled = self._admit
@@ -62,29 +63,14 @@ class DecodeWorker:
     def _on_generate(self, key: str, generate: Generate) -> None:
         deadline_s = time.monotonic() + self._parts.options.request_timeout_s
         request = DecodeRequest(generate, key, deadline_s)
-        problem = self._problem(generate)
+        problem = why_not(generate, self._parts.engine)
+        if request.request_id in self._requests:
+            problem = f"request_id: {request.request_id!r} is in use"
         if problem:
             self._finish(request, "error", problem)
             return
         self._requests[request.request_id] = request
         self._admit()
-
-    def _problem(self, generate: Generate) -> str:
-        """Why a prompt cannot be served, or ''."""
-        engine = self._parts.engine
-        total = len(generate.tokens) + generate.max_new_tokens
-        if generate.request_id in self._requests:
-            return f"request_id: {generate.request_id!r} is in use"
-        if not generate.tokens or generate.max_new_tokens < 1:
-            return "prompt and max_new_tokens: at least one token each"
-        if total > engine.max_model_len:
-            return (
-                f"prompt of {len(generate.tokens)} + max_new_tokens of {generate.max_new_tokens} "
-                f"= {total} tokens: this worker holds {engine.max_model_len}"
-            )
-        if not all(0 <= token < engine.info.vocab_size for token in generate.tokens):
-            return f"prompt: a token is not in the vocabulary of {engine.info.vocab_size}"
-        return ""
 
     def _on_cancel(self, key: str, cancel: Cancel) -> None:
         request = self._requests.get(cancel.request_id)
@@ -96,49 +82,50 @@ class DecodeWorker:
 
     # --- prefill's messages -------------------------------------------------------------------
 
-    def _granted(self, key: str, request_id: str) -> DecodeRequest:
-        request = self._of(key, request_id)
-        if request is None or request.state is not RequestState.GRANTED:
-            raise WireError(f"request {request_id} has no grant out to {key}")
-        return request
-
-    def _of(self, key: str, request_id: str) -> DecodeRequest | None:
+    def _of(self, key: str, request_id: str, grant_id: str) -> DecodeRequest | None:
+        """The request that gave this grant to this peer; None once it is over."""
         request = self._requests.get(request_id)
         if request is None or request.prefill is None or request.prefill.key != key:
             return None
-        return request
+        return request if request.grant_id == grant_id else None
 
     def _on_ready(self, key: str, ready: Ready) -> None:
-        request = self._of(key, ready.request_id)
+        request = self._of(key, ready.request_id, ready.lease.lease_id)
         if request is None or request.state is RequestState.ABORTING:
             return  # given up meanwhile; prefill is about to learn of it
+        request.check_granted(Direction.PULL)
         try:
-            self._receiver.read(self._granted(key, ready.request_id), ready)
+            self._receiver.read(request, ready)
         except KvxferError as error:
             self._fail(request, str(error))
 
     def _on_confirmed(self, key: str, confirmed: Confirmed) -> None:
-        request = self._of(key, confirmed.request_id)
+        request = self._of(key, confirmed.request_id, confirmed.lease_id)
         if request is None or request.state is RequestState.ABORTING:
             return self._writer_over(request)
-        self._receiver.prove_pulled(self._granted(key, confirmed.request_id), confirmed)
+        request.check_granted(Direction.PULL)
+        self._receiver.prove_pulled(request, confirmed)
         return self._filled(request, confirmed.first_token)
 
     def _on_done(self, key: str, done: Done) -> None:
-        request = self._of(key, done.request_id)
+        request = self._of(key, done.request_id, done.grant_id)
         if request is None or request.state is RequestState.ABORTING:
             return self._writer_over(request)
-        self._receiver.prove_pushed(self._granted(key, done.request_id), done)
+        request.check_granted(Direction.PUSH)
+        self._receiver.prove_pushed(request, done)
         return self._filled(request, done.first_token)
 
     def _on_failed(self, key: str, failed: Failed) -> None:
-        request = self._of(key, failed.request_id)
+        request = self._of(key, failed.request_id, failed.grant_id)
         if request is not None and request.state in (RequestState.GRANTED, RequestState.ABORTING):
             request.writer_ended = True
             self._fail(request, f"prefill: {failed.reason}")
 
     def _on_aborted(self, key: str, aborted: Aborted) -> None:
-        self._writer_over(self._of(key, aborted.request_id))
+        request = self._of(key, aborted.request_id, aborted.grant_id)
+        self._writer_over(request)
+        if request is not None and request.state is RequestState.GRANTED:
+            self._fail(request, "prefill gave it up unasked")
 
     def _writer_over(self, request: DecodeRequest | None) -> None:
         if request is not None:
@@ -154,9 +141,9 @@ class DecodeWorker:
         for request in list(self._requests.values()):
             if request.state is not RequestState.WAITING:
                 continue
-            peer = self._choose_prefill(request.generate.prefill)
+            peer = choose_prefill(request, self._parts.peers.ready(), self._requests.values())
             if peer is None:
-                return
+                continue  # its prefill is not there: it holds up nobody
             tokens = request.num_prompt_tokens + request.generate.max_new_tokens
             needed = spec.num_blocks(tokens)
             if not allocator.can_allocate(needed):
@@ -165,12 +152,6 @@ class DecodeWorker:
                 return
             request.blocks = allocator.allocate(needed)
             self._receiver.grant(request, peer, self._parts.options.request_timeout_s)
-
-    def _choose_prefill(self, worker_id: str) -> Peer | None:
-        peers = self._parts.peers.ready()
-        load = {peer.key: sum(r.prefill is peer for r in self._requests.values()) for peer in peers}
-        fitting = [peer for peer in peers if worker_id in ("", peer.name)]
-        return min(fitting, key=lambda peer: load[peer.key], default=None)
 
     def _filled(self, request: DecodeRequest, first_token: int) -> None:
         """Only now do the blocks count as filled: digests first, before decode writes to them."""
@@ -237,12 +218,17 @@ class DecodeWorker:
             self._parts.engine.allocator.quarantine(request.blocks)
             self._finish(request, reason, error)
             if request.prefill.direction is Direction.PUSH and not request.writer_ended:
-                self._parts.peers.send(request.prefill.key, Abort(request.request_id, error))
+                self._abort(request, error or reason)
             self._end_if_quiet(request)  # a pull says Abort once its own reads have ended
         elif request.state is RequestState.ABORTING:
             self._end_if_quiet(request)
         elif request.state is not RequestState.ENDED:
             self._end(request, reason, error)
+
+    def _abort(self, request: DecodeRequest, reason: str) -> None:
+        assert request.prefill is not None
+        abort = Abort(request.request_id, request.grant_id, reason)
+        self._parts.peers.send(request.prefill.key, abort)
 
     def _end_if_quiet(self, request: DecodeRequest) -> None:
         """An aborted request's blocks are free once nobody can write to them any more."""
@@ -251,7 +237,7 @@ class DecodeWorker:
         assert request.prefill is not None
         pulls = request.prefill.direction is Direction.PULL
         if not request.writer_ended and pulls:
-            self._parts.peers.send(request.prefill.key, Abort(request.request_id, "given up"))
+            self._abort(request, "given up")
         if request.writer_ended or pulls:
             request.state = RequestState.ENDED
             self._parts.engine.allocator.release_quarantined(request.blocks)
@@ -278,6 +264,13 @@ class DecodeWorker:
             request.kv_digests,
         )
         self._parts.peers.send(request.router, finished)
+
+    def _on_peer_ready(self, peer: Peer) -> None:
+        """Ask again for the end of what was given up while there was no connection."""
+        for request in self._requests.values():
+            if request.state is RequestState.ABORTING and request.prefill is peer:
+                self._abort(request, "given up")
+        self._admit()
 
     def _on_peer_lost(self, peer: Peer, reason: str) -> None:
         for request in list(self._requests.values()):

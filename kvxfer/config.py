@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import secrets
@@ -20,6 +21,9 @@ LAYOUT_VARIABLE = "KVXFER_KV_CACHE_LAYOUT"
 DEFAULT_LAYOUT = "LBHNC"
 CPU_KV_CACHE_BYTES = 4 << 30
 """The most a host cache takes unless told: vLLM's default for its CPU backend."""
+
+LONGEST_WORKER_ID = 200
+"""With the incarnation it is a ZeroMQ identity (at most 255 bytes) and an agent's name (256)."""
 
 Commit = Literal["all", "elastic"]
 PeerLoss = Literal["wait", "exit"]
@@ -66,7 +70,7 @@ class WorkerOptions:
     """CPU threads of the model; fixed, so that results do not depend on the machine's load."""
     request_timeout_s: float = 120.0
     """Deadline of a hand-over, of a grant and of a lease."""
-    peer_timeout_s: float = 3.0
+    peer_timeout_s: float = 5.0
     """Silence after which a peer counts as lost."""
     on_peer_loss: PeerLoss = "wait"
     """wait for it to come back, or exit with code 1."""
@@ -84,8 +88,11 @@ def resolve(options: WorkerOptions, role: str) -> WorkerOptions:
         if getattr(options, name) < least:
             raise UsageError(name, getattr(options, name), f"must be at least {least}")
     for name in ("request_timeout_s", "peer_timeout_s"):
-        if not getattr(options, name) > 0:
-            raise UsageError(name, getattr(options, name), "must be more than 0")
+        if not 0 < getattr(options, name) < math.inf:
+            raise UsageError(name, getattr(options, name), "must be more than 0 and finite")
+    if len(options.worker_id.encode()) > LONGEST_WORKER_ID:
+        reason = f"longer than {LONGEST_WORKER_ID} bytes"
+        raise UsageError("worker_id", options.worker_id, reason)
     if options.max_num_batched_tokens % options.block_size:
         raise UsageError(
             "max_num_batched_tokens", options.max_num_batched_tokens, "must be whole blocks"

@@ -3,7 +3,8 @@
 KvxferError                    exit code 1
 ├── UsageError                 a value the user gave is wrong (exit code 2)
 ├── DriverError                a virtual-memory driver call failed
-│   └── OutOfMemory            ... for want of physical memory
+│   ├── OutOfMemory            ... for want of physical memory
+│   └── DriverTooOld           ... or would: this version is known to be broken
 ├── CacheError                 the KV cache cannot do what was asked
 │   ├── CapacityExceeded       more than the reservation can ever hold
 │   └── NoFreeBlocks           not now, maybe later
@@ -61,6 +62,20 @@ class OutOfMemory(DriverError):
         super().__init__(call, code, f"asked for {requested_bytes} bytes, {free_bytes} are free")
         self.requested_bytes = requested_bytes
         self.free_bytes = free_bytes
+
+
+class DriverTooOld(DriverError):
+    """Version `found` of the driver is refused because of `reason`, which `needed` does not have.
+
+    Known before anything is allocated, so that a caller can go on without growable memory.
+    `call` and `code` are those of the question for the version.
+    """
+
+    def __init__(self, call: str, code: int, found: str, needed: str, reason: str) -> None:
+        super().__init__(call, code, f"found version {found}, needed {needed} or later: {reason}")
+        self.found = found
+        self.needed = needed
+        self.reason = reason
 
 
 class CacheError(KvxferError):

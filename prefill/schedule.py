@@ -54,8 +54,8 @@ class PrefillJob:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Request ids are the decode worker's: two workers may use the same one."""
-        return self.peer.key, self.request.request_id
+        """A request id is a router's, who may use it again; a grant is used once."""
+        return self.peer.key, self.request.grant.grant_id
 
     @property
     def is_quiet(self) -> bool:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from functools import partial
 from typing import Any
 
 from kvxfer.control.messages import Abort, Aborted, Failed, PrefillRequest, Taken
 from kvxfer.control.session import Peer
-from kvxfer.errors import KvxferError, WireError
+from kvxfer.errors import KvxferError, UsageError, WireError
 from kvxfer.model.runner import SequenceStep
+from kvxfer.model.sampling import SampleSpec
 from kvxfer.transfer.connector import Direction
 from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.loop import Handler
@@ -54,10 +56,11 @@ class PrefillWorker:
         peer = self._parts.peers.require(key)
         job = PrefillJob(request, peer, time.monotonic() + request.grant.timeout_s)
         if job.key in self._jobs:
-            raise WireError(f"request {request.request_id} is here already")
+            raise WireError(f"grant {request.grant.grant_id} was used already")
         problem = self._problem(request, peer)
         if problem:
-            self._parts.peers.send(key, Failed(request.request_id, problem))
+            grant_id = request.grant.grant_id
+            self._parts.peers.send(key, Failed(request.request_id, grant_id, problem))
             return
         self._jobs[job.key] = job
         self._scheduler.add(job)
@@ -78,21 +81,33 @@ class PrefillWorker:
             return f"grant of {len(blocks)} blocks for {num_tokens} tokens"
         if not all(0 < block < peer.facts.geometry.capacity_blocks for block in blocks):
             return "grant names the null block or one beyond the capacity"
+        if len(set(blocks)) != len(blocks):
+            return "grant names a block twice"
+        if not 0 < request.grant.timeout_s < math.inf:
+            return f"grant has a timeout of {request.grant.timeout_s} s"
+        sampling = request.sampling
+        try:
+            SampleSpec(sampling.temperature, sampling.top_p, sampling.seed)
+        except UsageError as error:
+            return str(error)
         return ""
 
     def _on_taken(self, key: str, taken: Taken) -> None:
-        job = self._jobs.get((key, taken.request_id))
+        job = self._jobs.get((key, taken.lease_id))
+        if job is not None and job.peer.direction is not Direction.PULL:
+            raise WireError(f"request {taken.request_id}: Taken where we push")
         if job is None or job.state is not JobState.HANDING_OVER:
             logger.warning("%s took request %s, which is over", key, taken.request_id)
-            self._parts.peers.send(key, Failed(taken.request_id, "the lease was broken"))
+            broken = Failed(taken.request_id, taken.lease_id, "the lease was broken")
+            self._parts.peers.send(key, broken)
             return
         self._sender.complete(job)
         self._end(job)
 
     def _on_abort(self, key: str, abort: Abort) -> None:
-        job = self._jobs.get((key, abort.request_id))
+        job = self._jobs.get((key, abort.grant_id))
         if job is None:
-            self._parts.peers.send(key, Aborted(abort.request_id))
+            self._parts.peers.send(key, Aborted(abort.request_id, abort.grant_id))
             return
         job.aborted = True
         self._give_up(job, abort.reason)
@@ -150,13 +165,13 @@ class PrefillWorker:
             job.state = JobState.ENDING
         if not job.is_quiet:
             return
-        request_id = job.request.request_id
+        ids = job.request.request_id, job.request.grant.grant_id
         if job.state is JobState.ENDING:
-            message: Any = Aborted(request_id) if job.aborted else Failed(request_id, job.failure)
-            logger.warning("request %s: %s", request_id, job.failure)
+            message: Any = Aborted(*ids) if job.aborted else Failed(*ids, job.failure)
+            logger.warning("request %s: %s", ids[0], job.failure)
             self._end(job)
-            if self._parts.peers.get(job.peer.key) is job.peer:
-                self._parts.peers.send(job.peer.key, message)
+            # Also to a peer that was lost meanwhile: should it live, blocks wait for this word.
+            self._parts.peers.send(job.peer.key, message)
         elif job.state is JobState.HANDING_OVER and job.peer.direction is Direction.PUSH:
             self._sender.complete(job)
             self._end(job)

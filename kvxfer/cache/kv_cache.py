@@ -99,8 +99,9 @@ def next_growth(
 ) -> int:
     """The block count to extend to so that `needed_blocks` fit, at most `bound_blocks`.
 
-    At least half as much again as is committed, so that steps are few; what a step adds to a
-    segment is rounded up to whole powers of two of granules, so that it costs one or two chunks.
+    At least half as much again as is committed, so that steps are few. What a step adds to a
+    segment is rounded up to a power of two of granules and cut back to whole blocks: one small
+    chunk, where `_grows_in_powers_of_two`.
     """
     start_bytes = geometry.committed_bytes_per_segment(committed_blocks)
     wanted = max(needed_blocks, math.ceil(committed_blocks * GROWTH_FACTOR))
@@ -113,7 +114,22 @@ def next_growth(
 
 
 def open_files_needed(geometry: CacheGeometry, bound_blocks: int, largest_chunk: int) -> int:
-    """Chunks, each one descriptor on the host, that growth to `bound_blocks` may come to."""
+    """The most chunks, each one descriptor on the host, that growth to `bound_blocks` comes to.
+
+    Any step may cost one chunk of each size below the largest; the first granule, the first
+    extension and the last step, which the bound cuts short, are not rounded.
+    """
     segment_bytes = geometry.committed_bytes_per_segment(bound_blocks)
-    steps = math.ceil(math.log(segment_bytes / geometry.granularity, GROWTH_FACTOR)) + 1
-    return geometry.num_segments * (2 * steps + segment_bytes // largest_chunk)
+    small_sizes = min(largest_chunk, segment_bytes) // geometry.granularity
+    most_small = max(1, small_sizes.bit_length())
+    first = max(1, geometry.blocks_backed_by(geometry.committed_bytes_per_segment(1)))
+    steps = math.ceil(math.log(max(1.0, bound_blocks / first), GROWTH_FACTOR)) + 1
+    small_per_step = 1 if _grows_in_powers_of_two(geometry) else most_small
+    small = 3 * most_small + steps * small_per_step
+    return geometry.num_segments * (small + segment_bytes // largest_chunk)
+
+
+def _grows_in_powers_of_two(geometry: CacheGeometry) -> bool:
+    """Whether whole blocks end where a power of two of granules does."""
+    granules, rest = divmod(geometry.segment_block_bytes, geometry.granularity)
+    return granules == 0 or (rest == 0 and granules & (granules - 1) == 0)

@@ -37,6 +37,8 @@ class Channel:
     """
 
     def __init__(self, identity: str, listen: str | None = None) -> None:
+        if listen is not None:
+            check_loopback("listen", listen)
         self._context = zmq.Context()
         self._identity = identity.encode()
         self._poller = zmq.Poller()
@@ -49,7 +51,6 @@ class Channel:
             self._bind(listen)
 
     def _bind(self, listen: str) -> None:
-        check_loopback("listen", listen)
         router = self._socket(zmq.ROUTER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
@@ -144,8 +145,9 @@ class Channel:
 
 def check_loopback(field: str, address: str) -> None:
     """Without keys (a later issue) nothing but this host may be talked to."""
-    host = address.removeprefix("tcp://").rsplit(":", 1)[0]
-    if not address.startswith("tcp://") or not address.rsplit(":", 1)[-1].isdecimal():
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    is_port = port.isascii() and port.isdecimal() and int(port) < 1 << 16
+    if not address.startswith("tcp://") or not is_port:
         raise UsageError(field, address, "must look like tcp://127.0.0.1:PORT (0: any free port)")
     if host not in ("127.0.0.1", "localhost", "[::1]"):
         raise UsageError(field, address, "only loopback addresses are allowed without keys")

@@ -60,40 +60,40 @@ class WorkerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The connector's sealed description of the agent and of `regions`."""
 
 
-class Hello(_Message):
+class Hello(_Message, frozen=True):
     wire_version: int
     facts: WorkerFacts | None
     """None from a router, which sends no KV."""
 
 
-class Welcome(_Message):
+class Welcome(_Message, frozen=True):
     wire_version: int
     facts: WorkerFacts
     direction: str
     """push or pull: what `choose_direction` makes of both sides' facts."""
 
 
-class Reject(_Message):
+class Reject(_Message, frozen=True):
     field: str
     ours: str
     theirs: str
 
 
-class Heartbeat(_Message):
+class Heartbeat(_Message, frozen=True):
     pass
 
 
-class Goodbye(_Message):
+class Goodbye(_Message, frozen=True):
     reason: str
 
 
-class RegionsUpdate(_Message):
+class RegionsUpdate(_Message, frozen=True):
     generation: int
     regions: list[Region]
     description: bytes
 
 
-class RegionsAck(_Message):
+class RegionsAck(_Message, frozen=True):
     generation: int
 
 
@@ -117,7 +117,7 @@ class TransferStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     end_ns: int = 0
 
 
-class Generate(_Message):
+class Generate(_Message, frozen=True):
     request_id: str
     tokens: list[int]
     max_new_tokens: int
@@ -129,18 +129,18 @@ class Generate(_Message):
     """Send the digest of each prompt block with Finished."""
 
 
-class Cancel(_Message):
+class Cancel(_Message, frozen=True):
     request_id: str
 
 
-class Token(_Message):
+class Token(_Message, frozen=True):
     request_id: str
     index: int
     """0 for the first generated token."""
     token: int
 
 
-class Finished(_Message):
+class Finished(_Message, frozen=True):
     request_id: str
     reason: str
     """stop, length, cancelled or error."""
@@ -166,14 +166,14 @@ class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeout_s: float
 
 
-class PrefillRequest(_Message):
+class PrefillRequest(_Message, frozen=True):
     request_id: str
     tokens: list[int]
     sampling: Sampling
     grant: Grant
 
 
-class Ready(_Message):
+class Ready(_Message, frozen=True):
     """Pull: the KV of tokens [start, stop) is there; `final` says that no more will come."""
 
     request_id: str
@@ -183,12 +183,12 @@ class Ready(_Message):
     final: bool
 
 
-class Taken(_Message):
+class Taken(_Message, frozen=True):
     request_id: str
     lease_id: str
 
 
-class Confirmed(_Message):
+class Confirmed(_Message, frozen=True):
     """The lease was never broken: what was read is valid."""
 
     request_id: str
@@ -196,7 +196,7 @@ class Confirmed(_Message):
     first_token: int
 
 
-class Done(_Message):
+class Done(_Message, frozen=True):
     """Push: every write of tokens [0, num_tokens) of all `num_layers` layers is visible."""
 
     request_id: str
@@ -207,31 +207,35 @@ class Done(_Message):
     transfer: TransferStats
 
 
-class Abort(_Message):
-    """Decode gives a request up; on pull its reads have ended."""
+class Abort(_Message, frozen=True):
+    """Decode gives a grant up; on pull its reads have ended."""
 
     request_id: str
+    grant_id: str
+    """A router may use a request id again at once: the grant is what ends."""
     reason: str
 
 
-class Aborted(_Message):
-    """Prefill will write nothing more for the request."""
+class Aborted(_Message, frozen=True):
+    """Prefill will write nothing more under the grant."""
 
     request_id: str
+    grant_id: str
 
 
-class Failed(_Message):
-    """Prefill cannot serve the request and will write nothing more for it."""
+class Failed(_Message, frozen=True):
+    """Prefill cannot serve the request and will write nothing more under the grant."""
 
     request_id: str
+    grant_id: str
     reason: str
 
 
-class StatusQuery(_Message):
+class StatusQuery(_Message, frozen=True):
     pass
 
 
-class Status(_Message):
+class Status(_Message, frozen=True):
     worker_id: str
     values: dict[str, int | float | str]
 
@@ -273,7 +277,13 @@ _any_hello = msgspec.msgpack.Decoder(_AnyHello)
 
 
 def encode(message: Message) -> bytes:
-    return _encoder.encode(message)
+    """Raises WireError for a message larger than what a receiver takes."""
+    data = _encoder.encode(message)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(
+            f"{type(message).__name__} of {len(data)} bytes is larger than {MAX_MESSAGE_BYTES}"
+        )
+    return data
 
 
 def decode(data: bytes) -> Message:

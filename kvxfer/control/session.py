@@ -10,13 +10,15 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvxfer.cache.layout import MAX_ADDRESSES
 from kvxfer.control.messages import RegionsUpdate, WorkerFacts
 from kvxfer.errors import HandshakeRejected, WireError
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.lanes import choose_direction
-from kvxfer.transfer.regions import RegionSet
+from kvxfer.transfer.regions import Region, RegionSet
 
 
 class PeerState(enum.Enum):
@@ -46,19 +48,33 @@ class Peer:
         return self.facts.worker_id if self.facts else self.key
 
     def learn(self, facts: WorkerFacts, direction: Direction) -> None:
-        """Take over what Hello or Welcome said. Raises RegionError on bad regions."""
+        """Take over what Hello or Welcome said. Raises RegionError or WireError on bad regions."""
+        if not 0 <= facts.base_address < MAX_ADDRESSES:
+            raise WireError(f"{facts.worker_id}: base address {facts.base_address:#x}")
+        _check_inside(facts, facts.regions)
         self.regions = RegionSet(tuple(facts.regions), facts.generation)
         self.facts = facts
         self.direction = direction
 
     def grow(self, update: RegionsUpdate) -> None:
-        """Add published regions. Raises WireError when an update was lost in between."""
+        """Add published regions. Raises WireError when an update was lost in between, or a region
+        lies outside the peer's cache."""
+        assert self.facts is not None
+        _check_inside(self.facts, update.regions)
         if update.generation != self.regions.generation + 1:
             raise WireError(
                 f"{self.name}: regions of generation {update.generation} "
                 f"follow {self.regions.generation}"
             )
         self.regions = self.regions.add(update.regions)
+
+
+def _check_inside(facts: WorkerFacts, regions: Sequence[Region]) -> None:
+    """Offsets index int64 arrays later on: a peer's must not get there unchecked."""
+    total_bytes = facts.geometry.total_bytes
+    for region in regions:
+        if region.end > total_bytes:
+            raise WireError(f"{facts.worker_id}: {region} ends beyond its {total_bytes} bytes")
 
 
 def agree(ours: WorkerFacts, theirs: WorkerFacts) -> Direction:

@@ -63,7 +63,7 @@ def _request_table(result: DemoResult) -> Table:
     table.add_column("request", no_wrap=True)
     for name in ("prompt tokens", "TTFT ms", "MB", "GB/s", "runs", "blocks"):
         table.add_column(name, justify="right")
-    for name in ("KV equal", "tokens equal"):
+    for name in ("KV equal", "text equal"):
         table.add_column(name)
     for request in result.requests:
         table.add_row(

@@ -21,7 +21,7 @@ from kvxfer.errors import DeadlineExceeded, WorkerDied
 
 GRACE_S = 1.2
 """After SIGTERM; then SIGKILL. Keeps Ctrl-C under two seconds."""
-OTHERS_TIMEOUT_S = 6.0
+OTHERS_TIMEOUT_S = 7.0
 """How long the others get to notice by themselves that one of them died."""
 
 OnStep = Callable[[str, str], None]
@@ -65,7 +65,8 @@ class WorkerProcess:
         if code is None:
             return None
         if code < 0:
-            text = f"was killed by {signal.Signals(-code).name}"
+            known = {number.value: number.name for number in signal.Signals}
+            text = f"was killed by {known.get(-code, f'signal {-code}')}"
             return WorkerDied(f"{self.name} worker (pid {self.process.pid}) {text}")
         self.read_events(lambda name, text: None)
         reason = self.failure or self._last_log_line() or "without a word"

@@ -16,7 +16,7 @@ def choose_direction(ours: str, theirs: str, devices: tuple[str, str]) -> Direct
     the host both are cross-memory copies, and over TCP pushing is 2–4 times faster.
     """
     wanted = {lane for lane in (ours, theirs) if lane != AUTO}
-    if len(wanted) > 1:
+    if len(wanted) > 1 or not wanted.issubset(LANES):
         raise HandshakeRejected("lane", ours, theirs)
     if wanted:
         return Direction(wanted.pop())

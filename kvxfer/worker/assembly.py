@@ -104,7 +104,7 @@ def _assemble(
     trace: Trace,
     incarnation: str,
 ) -> WorkerParts:
-    transfer = TransferThread(engine.connector, engine.cache, reports)
+    transfer = TransferThread(engine.connector, engine.cache, reports, engine.enter_thread)
     growth = CacheGrowth(engine, transfer, trace)
 
     def facts() -> WorkerFacts:
@@ -125,7 +125,7 @@ def _assemble(
 
     peers = PeerTable(options, channel, transfer, facts)
     growth.on_publish = peers.publish
-    model = WorkThread("model", reports)
+    model = WorkThread("model", reports, engine.enter_thread)
     return WorkerParts(options, engine, growth, peers, transfer, model, trace)
 
 

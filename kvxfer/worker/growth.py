@@ -29,6 +29,8 @@ from kvxfer.worker.transfer_thread import Growth, TransferThread
 logger = logging.getLogger(__name__)
 
 ACK_TIMEOUT_S = 5.0
+RETRY_S = 0.5
+"""Pause after a growth that failed: memory may come back, and asking costs time and a log line."""
 
 Publish = Callable[[RegionsUpdate], None]
 Laggards = Callable[[int], list[str]]
@@ -52,11 +54,13 @@ class CacheGrowth:
         self._pending: Growth | None = None
         self._started_ns = 0
         self._deadline_s = 0.0
+        self._retry_at_s = 0.0
+        """When a growth may be tried again after one that failed; 0 when none did."""
         self.regions = RegionSet()
         self.description = b""
         self.on_publish: Publish = lambda update: None
         self.on_settled: Callable[[], None] = lambda: None
-        """Called when the bound was raised, and when a growth failed."""
+        """Called when the bound was raised, and a while after a growth failed."""
 
     @property
     def allocator(self) -> BlockAllocator:
@@ -71,11 +75,12 @@ class CacheGrowth:
         return num_blocks <= self._engine.bound_blocks
 
     def request(self, num_blocks: int) -> None:
-        """Grow to at least `num_blocks`, unless a growth is under way (ask again when settled)."""
+        """Grow to at least `num_blocks` or as far as the budget allows, unless a growth is under
+        way or failed just now (`on_settled` says when to ask again)."""
         cache = self._engine.cache
-        if not self.is_idle or num_blocks <= self.allocator.num_blocks:
-            return
         target = min(num_blocks, self._engine.bound_blocks)
+        if not self.is_idle or self._retry_at_s or target <= self.allocator.num_blocks:
+            return
         if self.regions.generation:  # the first extension is exact: the start decided it
             committed = self.allocator.num_blocks
             target = next_growth(cache.geometry, committed, target, self._engine.bound_blocks)
@@ -104,10 +109,13 @@ class CacheGrowth:
     def _failed(self, error: KvxferError) -> None:
         logger.warning("growth failed, the cache stays as it is: %s", error)
         self._state = GrowthState.IDLE
-        self.on_settled()
+        self._retry_at_s = time.monotonic() + RETRY_S
 
     def settle(self, laggards: Laggards, lose: Callable[[str, str], None]) -> None:
         """Finish publishing once every ready peer has acknowledged; lose those too late."""
+        if self._retry_at_s and time.monotonic() >= self._retry_at_s:
+            self._retry_at_s = 0.0
+            self.on_settled()
         if self._state is not GrowthState.PUBLISHING or self._pending is None:
             return
         late = laggards(self.regions.generation)
@@ -117,7 +125,7 @@ class CacheGrowth:
         self._pending = None
         self._state = GrowthState.IDLE
         for key in late:
-            lose(key, f"no acknowledgement of new regions within {ACK_TIMEOUT_S:.0f} s")
+            lose(key, f"no acknowledgement of new regions within {ACK_TIMEOUT_S:g} s")
         self.allocator.grow(min(new_blocks, self._engine.bound_blocks))
         logger.info(
             "cache: %d blocks usable, %d bytes registered in %d regions, generation %d",

@@ -124,7 +124,7 @@ class PeerTable:
         for old in list(self._peers.values()):
             if old.key != peer.key and old.facts and peer.facts and old.name == peer.name:
                 self.lose(old.key, "a new process of the same worker said Hello")
-                del self._peers[old.key]
+                self._peers.pop(old.key, None)
                 self.on_fenced(peer.name)
 
     def _reject(self, key: str, error: KvxferError) -> None:
@@ -221,8 +221,9 @@ class PeerTable:
         peer = self._peers.get(key)
         if peer is None or peer.state is PeerState.GONE:
             return
+        if peer.state is PeerState.READY:
+            peer.hello_sent_s = 0.0  # greet again at once; after a failed greeting, in a while
         peer.state = PeerState.GONE
-        peer.hello_sent_s = 0.0
         peer.acked_generation = 0
         if peer.facts is not None:
             logger.warning("peer %s is lost: %s", peer.name, reason)

@@ -64,8 +64,14 @@ class TransferThread(WorkThread):
     """Callbacks run in the control thread. Owns `connector`; shares `cache` with nobody who
     commits (the model thread only touches committed blocks)."""
 
-    def __init__(self, connector: Connector, cache: KVCache, reports: Mailbox[Report]) -> None:
-        super().__init__("transfer", reports)
+    def __init__(
+        self,
+        connector: Connector,
+        cache: KVCache,
+        reports: Mailbox[Report],
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__("transfer", reports, begin)
         self._connector = connector
         self._cache = cache
         self._registered: tuple[Region, ...] = ()

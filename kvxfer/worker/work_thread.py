@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from kvxfer.errors import KvxferError, WorkerDied
@@ -33,8 +34,12 @@ class WorkThread:
     the control thread, with a clear last line.
     """
 
-    def __init__(self, name: str, reports: Mailbox[Report]) -> None:
+    def __init__(
+        self, name: str, reports: Mailbox[Report], begin: Callable[[], None] = lambda: None
+    ) -> None:
+        """`begin` runs first, in the thread."""
         self._reports = reports
+        self._begin = begin
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
@@ -65,6 +70,7 @@ class WorkThread:
 
     def _main(self) -> None:
         try:
+            self._begin()
             while True:
                 try:
                     job = self._jobs.get(timeout=self.idle())
@@ -82,8 +88,9 @@ class WorkThread:
         try:
             result = job.run()
         except KvxferError as error:
-            failure = error
-            self._reports.put(lambda: job.failed(failure))
+            # Not a local of this frame: with the traceback that would be a cycle, which keeps
+            # what the job touched (an agent, say) from ending when it is dropped.
+            self._reports.put(partial(job.failed, error))
         else:
             self._reports.put(lambda: job.done(result))
 

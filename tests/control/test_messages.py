@@ -1,0 +1,244 @@
+"""Bytes to messages and back; everything else is a WireError."""
+
+import dataclasses
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxfer.cache.layout import CacheGeometry, KVCacheLayout
+from kvxfer.cache.spec import KVCacheSpec
+from kvxfer.control import messages as m
+from kvxfer.errors import WireError
+from kvxfer.transfer.regions import Region
+
+BUDGET = settings(max_examples=120, deadline=None, derandomize=True)
+SPEC = KVCacheSpec(2, 2, 8, 8, "float32", 4)
+GEOMETRY = CacheGeometry.build(SPEC, KVCacheLayout.BLHNC, 100, 4096)
+FACTS = m.WorkerFacts(
+    role="decode",
+    worker_id="decode-0",
+    incarnation="ab",
+    model="f" * 32,
+    geometry=GEOMETRY,
+    base_address=0x7F0000000000,
+    connector="nixl",
+    lane="auto",
+    device="cuda:1",
+    regions=[Region(0, 4096), Region(4096, 65536)],
+    generation=3,
+    description=bytes(range(256)),
+)
+STATS = m.TransferStats(1 << 40, 2, 3, 4, 5, 6)
+EXAMPLES = [
+    m.Hello(1, FACTS),
+    m.Hello(1, None),
+    m.Welcome(1, FACTS, "push"),
+    m.Reject("model", "a", "b"),
+    m.Heartbeat(),
+    m.Goodbye("bye"),
+    m.RegionsUpdate(4, [Region(1 << 40, 1)], b"\0\xff"),
+    m.RegionsAck(4),
+    m.Generate("r", [1, 2], 3, m.Sampling(0.5, 0.9, 2**63), [0], "", True),
+    m.Cancel("r"),
+    m.Token("r", 0, 5),
+    m.Finished("r", "stop", "", 3, STATS, ["ab"]),
+    m.PrefillRequest("r", [], m.Sampling(), m.Grant("g", [1, 2], 0.5)),
+    m.Ready("r", m.Lease("g", [], 1.0), 0, 16, True),
+    m.Taken("r", "g"),
+    m.Confirmed("r", "g", 9),
+    m.Done("r", "g", 10, 2, 3, STATS),
+    m.Abort("r", "g", "why"),
+    m.Aborted("r", "g"),
+    m.Failed("r", "g", "why"),
+    m.StatusQuery(),
+    m.Status("w", {"i": 1, "f": 0.5, "s": "text"}),
+]
+every_example = pytest.mark.parametrize("message", EXAMPLES, ids=lambda x: type(x).__name__)
+
+
+def test_there_is_an_example_of_every_message():
+    assert {type(example) for example in EXAMPLES} == set(m.Message.__args__)
+
+
+@every_example
+def test_round_trip(message):
+    data = m.encode(message)
+    again = m.decode(data)
+    assert again == message
+    assert type(again) is type(message)
+    assert m.encode(again) == data
+
+
+@every_example
+def test_every_truncation_and_any_tail_is_refused(message):
+    data = m.encode(message)
+    cuts = range(len(data)) if len(data) < 200 else range(0, len(data), 7)
+    for cut in cuts:
+        with pytest.raises(WireError):
+            m.decode(data[:cut])
+    with pytest.raises(WireError):
+        m.decode(data + b"\0")
+
+
+def raw(message):
+    """The message as plain maps and lists."""
+    return msgspec.msgpack.decode(m.encode(message))
+
+
+def refused(value):
+    with pytest.raises(WireError) as error:
+        m.decode(msgspec.msgpack.encode(value))
+    assert "\n" not in str(error.value)
+
+
+@every_example
+def test_unknown_and_missing_fields_are_refused(message):
+    value = raw(message)
+    refused(value | {"surprise": 1})
+    for name in value.keys() - {"type"}:
+        refused({key: value[key] for key in value if key != name})
+    refused({key: value[key] for key in value if key != "type"})
+    refused(value | {"type": "Nonsense"})
+
+
+@every_example
+def test_wrong_types_are_refused(message):
+    value = raw(message)
+    for name in value:
+        refused(value | {name: {"a": [1.5]}})
+
+
+def test_unknown_fields_deeper_down_are_refused():
+    value = raw(m.Hello(1, FACTS))
+    refused(value | {"facts": value["facts"] | {"surprise": 1}})
+    grant = raw(EXAMPLES[12])
+    refused(grant | {"grant": grant["grant"] | {"surprise": 1}})
+    refused(grant | {"sampling": grant["sampling"] | {"temperature": "hot"}})
+
+
+BAD_GEOMETRY = {
+    "strides": [1, 2, 3, 4, 5],
+    "too few strides": [1, 2],
+    "capacity_blocks": 0,
+    "granularity": 3000,
+    "layout": "HNCBL",
+}
+
+
+@pytest.mark.parametrize("what", BAD_GEOMETRY)
+def test_a_geometry_that_is_none_is_a_wire_error(what):
+    value = raw(m.Hello(1, FACTS))
+    field = "strides" if "strides" in what else what
+    geometry = value["facts"]["geometry"] | {field: BAD_GEOMETRY[what]}
+    refused(value | {"facts": value["facts"] | {"geometry": geometry}})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_layers": 0},
+        {"num_layers": -1},
+        {"num_layers": 2**63},
+        {"dtype": "float99"},
+        {"block_size": 2**64 - 1, "num_kv_heads": 2**64 - 1},
+        {"head_dim_v": -1},
+    ],
+)
+def test_a_spec_that_is_none_is_a_wire_error(changes):
+    value = raw(m.Welcome(1, FACTS, "push"))
+    geometry = value["facts"]["geometry"]
+    geometry = geometry | {"spec": geometry["spec"] | changes}
+    refused(value | {"facts": value["facts"] | {"geometry": geometry}})
+
+
+@pytest.mark.parametrize("region", [[0, 0], [-1, 5], {"offset": 4, "size": -4}, {"offset": 4}])
+def test_a_region_that_is_none_is_a_wire_error(region):
+    refused(raw(EXAMPLES[6]) | {"regions": [region]})
+
+
+@BUDGET
+@given(st.binary(max_size=300))
+def test_random_bytes_are_a_wire_error_or_a_message(data):
+    try:
+        message = m.decode(data)
+    except WireError:
+        return
+    assert isinstance(message, m.Message.__args__)
+
+
+@BUDGET
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_flipped_bytes_are_a_wire_error_or_a_message(message, data):
+    damaged = bytearray(m.encode(message))
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        assert isinstance(m.decode(bytes(damaged)), m.Message.__args__)
+    except WireError as error:
+        assert str(error)
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text()
+    | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@BUDGET
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_any_value_in_any_field_is_a_wire_error_or_a_message(message, data):
+    value = raw(message)
+    name = data.draw(st.sampled_from(sorted(value)))
+    try:
+        m.decode(msgspec.msgpack.encode(value | {name: data.draw(json_like)}))
+    except WireError as error:
+        assert str(error)
+
+
+def test_deep_nesting_is_a_wire_error():
+    with pytest.raises(WireError):
+        m.decode(b"\x91" * 100_000 + b"\x00")
+    with pytest.raises(WireError):
+        m.decode(b"\x81\xa1a" * 100_000 + b"\x00")
+
+
+@pytest.mark.parametrize("version", [0, 2, 77, -1])
+def test_another_versions_hello_is_known_by_its_version(version):
+    strange = {"type": "Hello", "wire_version": version, "facts": 5, "and": {"much": ["more"]}}
+    assert m.decode(msgspec.msgpack.encode(strange)) == m.Hello(version, None)
+    value = raw(m.Hello(1, FACTS)) | {"wire_version": version}
+    assert m.decode(msgspec.msgpack.encode(value | {"new": 1})).wire_version == version
+
+
+def test_a_strange_hello_of_our_own_version_is_refused():
+    refused({"type": "Hello", "wire_version": m.WIRE_VERSION, "facts": 5})
+    refused({"type": "Hello", "wire_version": "2", "facts": None})
+    refused({"type": "Welcome", "wire_version": 2, "facts": None})
+
+
+def test_messages_have_a_bound_on_either_side():
+    with pytest.raises(WireError, match="larger than"):
+        m.decode(bytes(m.MAX_MESSAGE_BYTES + 1))
+    with pytest.raises(WireError, match=r"Goodbye of \d+ bytes is larger than"):
+        m.encode(m.Goodbye("x" * m.MAX_MESSAGE_BYTES))
+    long = m.Goodbye("x" * (m.MAX_MESSAGE_BYTES - 100))
+    assert m.decode(m.encode(long)) == long
+
+
+def test_the_largest_hello_fits():
+    regions = [Region(index * 4096, 4096) for index in range(100_000)]
+    facts = msgspec.structs.replace(FACTS, regions=regions, description=bytes(4 << 20))
+    data = m.encode(m.Hello(1, facts))
+    assert len(data) < m.MAX_MESSAGE_BYTES
+    assert m.decode(data).facts.regions == regions
+
+
+def test_geometry_is_checked_again_at_the_other_end():
+    """Whatever passes is exactly what this side would have computed itself."""
+    found = m.decode(m.encode(m.Hello(1, FACTS))).facts.geometry
+    built = CacheGeometry.build(found.spec, found.layout, found.capacity_blocks, found.granularity)
+    assert dataclasses.asdict(built) == dataclasses.asdict(found) == dataclasses.asdict(GEOMETRY)

@@ -1,0 +1,185 @@
+"""Two workers' facts, and whether KV may flow between them: the same answer at both ends."""
+
+import itertools
+
+import msgspec
+import pytest
+
+from kvxfer.cache.layout import CacheGeometry, KVCacheLayout
+from kvxfer.cache.spec import KVCacheSpec
+from kvxfer.control.messages import RegionsUpdate, WorkerFacts
+from kvxfer.control.session import Peer, agree
+from kvxfer.errors import HandshakeRejected, RegionError, WireError
+from kvxfer.transfer.connector import Direction
+from kvxfer.transfer.lanes import choose_direction
+from kvxfer.transfer.regions import Region
+
+SPEC = {
+    "num_layers": 2,
+    "num_kv_heads": 2,
+    "head_dim_k": 8,
+    "head_dim_v": 8,
+    "dtype": "float32",
+    "block_size": 4,
+}
+
+
+def make_facts(role, layout="LBHNC", capacity=16, spec=None, **changes):
+    geometry = CacheGeometry.build(
+        KVCacheSpec(**{**SPEC, **(spec or {})}), KVCacheLayout(layout), capacity, 4096
+    )
+    facts = WorkerFacts(
+        role=role,
+        worker_id=f"{role}-0",
+        incarnation="1",
+        model="m",
+        geometry=geometry,
+        base_address=1 << 30,
+        connector="nixl",
+        lane="auto",
+        device="cpu",
+        regions=[Region(0, 4096)],
+        generation=1,
+        description=b"",
+    )
+    return msgspec.structs.replace(facts, **changes)
+
+
+PREFILL = make_facts("prefill")
+
+DIFFERENCES = {
+    "model": {"model": "other"},
+    "connector": {"connector": "loopback"},
+    "num_layers": {"spec": {"num_layers": 3}},
+    "num_kv_heads": {"spec": {"num_kv_heads": 1}},
+    "head_dim_k": {"spec": {"head_dim_k": 16}},
+    "head_dim_v": {"spec": {"head_dim_v": 0}},
+    "dtype": {"spec": {"dtype": "bfloat16"}},
+    "block_size": {"spec": {"block_size": 16}},
+    "role": {"role": "prefill"},
+    "lane": {"lane": "pull"},
+}
+ORDER = list(DIFFERENCES)
+
+
+def different(*fields):
+    changes = {"spec": {}}
+    for field in fields:
+        for key, value in DIFFERENCES[field].items():
+            changes[key] = changes[key] | value if key == "spec" else value
+    role = changes.pop("role", "decode")
+    return make_facts(role, **changes)
+
+
+@pytest.mark.parametrize("field", ORDER)
+def test_each_field_is_named_from_both_ends(field):
+    ours = msgspec.structs.replace(PREFILL, lane="push")
+    theirs = different(field)
+    with pytest.raises(HandshakeRejected) as here:
+        agree(ours, theirs)
+    with pytest.raises(HandshakeRejected) as there:
+        agree(theirs, ours)
+    assert here.value.field == there.value.field == field
+    assert (here.value.ours, here.value.theirs) == (there.value.theirs, there.value.ours)
+    assert here.value.ours != here.value.theirs or field == "role"
+    assert "\n" not in str(here.value)
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations(ORDER, 2)), ids="-".join)
+def test_the_first_difference_is_the_one_that_is_named(pair):
+    ours = msgspec.structs.replace(PREFILL, lane="push")
+    with pytest.raises(HandshakeRejected) as error:
+        agree(ours, different(*pair))
+    assert error.value.field == min(pair, key=ORDER.index)
+
+
+@pytest.mark.parametrize("layout", KVCacheLayout)
+def test_layout_capacity_and_device_may_differ(layout):
+    theirs = make_facts("decode", layout=layout, capacity=99, device="cpu")
+    assert agree(PREFILL, theirs) is agree(theirs, PREFILL) is Direction.PUSH
+
+
+@pytest.mark.parametrize("roles", [("single", "decode"), ("prefill", ""), ("decode", "decode")])
+def test_only_prefill_and_decode_make_a_pair(roles):
+    with pytest.raises(HandshakeRejected, match="role"):
+        agree(make_facts(roles[0]), make_facts(roles[1]))
+
+
+CHOICES = [
+    ("auto", "auto", ("cpu", "cpu"), "push"),
+    ("auto", "auto", ("cuda:0", "cpu"), "pull"),
+    ("auto", "auto", ("cpu", "cuda:1"), "pull"),
+    ("auto", "auto", ("cuda:0", "cuda:1"), "pull"),
+    ("push", "auto", ("cuda:0", "cuda:0"), "push"),
+    ("auto", "push", ("cuda:0", "cuda:0"), "push"),
+    ("pull", "auto", ("cpu", "cpu"), "pull"),
+    ("pull", "pull", ("cpu", "cpu"), "pull"),
+    ("push", "push", ("cuda:0", "cpu"), "push"),
+]
+
+
+@pytest.mark.parametrize("ours, theirs, devices, direction", CHOICES)
+def test_the_direction_is_the_same_from_both_ends(ours, theirs, devices, direction):
+    assert choose_direction(ours, theirs, devices) == direction
+    assert choose_direction(theirs, ours, devices[::-1]) == direction
+
+
+@pytest.mark.parametrize("lanes", [("push", "pull"), ("auto", "sideways"), ("up", "up"), ("", "")])
+def test_lanes_that_do_not_fit_or_do_not_exist_are_refused(lanes):
+    for ours, theirs in (lanes, lanes[::-1]):
+        with pytest.raises(HandshakeRejected, match="lane"):
+            choose_direction(ours, theirs, ("cpu", "cpu"))
+
+
+@pytest.fixture
+def peer():
+    found = Peer("in:00", 0.0)
+    found.learn(make_facts("decode", capacity=1000), Direction.PUSH)
+    return found
+
+
+def update(generation, *regions):
+    return RegionsUpdate(generation, list(regions), b"")
+
+
+def test_updates_add_up_one_generation_after_the_other(peer):
+    peer.grow(update(2, Region(8192, 4096)))
+    peer.grow(update(3))
+    peer.grow(update(4, Region(4096, 4096)))
+    assert peer.regions.generation == 4
+    assert peer.regions.regions == (Region(0, 4096), Region(4096, 4096), Region(8192, 4096))
+
+
+@pytest.mark.parametrize("generation", [-1, 0, 1, 3, 4, 2**63])
+def test_a_gap_or_a_repetition_is_refused_and_changes_nothing(peer, generation):
+    before = peer.regions
+    with pytest.raises(WireError, match=r"decode-0: regions of generation .* follow 1"):
+        peer.grow(update(generation, Region(8192, 4096)))
+    assert peer.regions == before
+
+
+def test_regions_that_overlap_or_leave_the_cache_are_refused(peer):
+    before, total = peer.regions, peer.facts.geometry.total_bytes
+    for bad in (Region(0, 4096), Region(4095, 2), Region(total - 1, 2), Region(2**63, 1)):
+        with pytest.raises((WireError, RegionError)):
+            peer.grow(update(2, bad))
+        assert peer.regions == before
+    peer.grow(update(2, Region(total - 4096, 4096)))
+
+
+def test_facts_with_impossible_regions_are_refused(peer):
+    before = peer.regions, peer.facts
+    for regions in ([Region(2**64 - 2, 1)], [Region(4096, 4096), Region(0, 4096)]):
+        with pytest.raises((WireError, RegionError)):
+            peer.learn(make_facts("decode", regions=regions), Direction.PULL)
+    for address in (-1, 1 << 47, 2**64 - 1):
+        with pytest.raises(WireError, match="base address"):
+            peer.learn(make_facts("decode", base_address=address), Direction.PULL)
+    assert (peer.regions, peer.facts) == before
+
+
+def test_a_peer_is_called_by_its_worker_id_once_that_is_known():
+    stranger = Peer("in:ab", 0.0)
+    assert stranger.name == "in:ab"
+    stranger.learn(make_facts("decode"), Direction.PUSH)
+    assert stranger.name == "decode-0"

@@ -1,0 +1,148 @@
+"""Pull, with a prefill worker that says something else than it should: KV counts only when all of
+it was read under one unbroken lease."""
+
+import pytest
+from support.prefill_wire import (
+    NUM_TOKENS,
+    check_never_counted,
+    confirmed,
+    done,
+    granted,
+    meet,
+    ready,
+    settle_all,
+)
+
+from kvxfer.control.messages import Failed, Hello, Taken
+
+OUT_OF_ORDER = {
+    "gap": [(4, 8, False)],
+    "again": [(0, 4, False), (0, 4, False)],
+    "overlap": [(0, 8, False), (4, 10, True)],
+    "empty": [(0, 0, False)],
+    "backwards": [(0, 8, False), (8, 4, False)],
+    "too far": [(0, NUM_TOKENS + 1, True)],
+    "negative": [(-4, 4, False)],
+    "after the final one": [(0, 8, True), (8, 10, True)],
+}
+
+
+@pytest.mark.parametrize("offers", OUT_OF_ORDER.values(), ids=OUT_OF_ORDER)
+def test_ready_out_of_order_fails_the_request(cluster, offers):
+    wire, decode = meet(cluster, "pull")
+    sent, asked = granted(cluster, wire, decode)
+    for start, stop, final in offers:
+        wire.send(ready(asked, start, stop, final))
+    cluster.finish(sent)
+    assert sent.finished.reason == "error"
+    assert "does not follow" in sent.finished.error
+    check_never_counted(sent, decode)
+    settle_all(cluster, wire)
+
+
+WRONG_BLOCKS = [[0, 1, 2], [1, 2], [1, 2, 64], [1, 2, -1], [1, 2, 2**63], [1, 2, 2**64 - 1]]
+
+
+@pytest.mark.parametrize("blocks", WRONG_BLOCKS)
+def test_a_lease_of_impossible_blocks_fails_the_request(cluster, blocks):
+    wire, decode = meet(cluster, "pull")
+    sent, asked = granted(cluster, wire, decode)
+    wire.send(ready(asked, blocks=blocks))
+    cluster.finish(sent)
+    assert sent.finished.reason == "error"
+    check_never_counted(sent, decode)
+    settle_all(cluster, wire)
+
+
+def test_a_lease_of_blocks_that_are_not_registered_fails_the_request(cluster):
+    wire = cluster.wire("prefill", "tcp://127.0.0.1:0", lane="pull")
+    decode = cluster.add("decode", lane="pull")
+    decode.peers.dial(wire.address)
+    cluster.until(lambda: bool(wire.of(Hello)))
+    known = wire.regions.regions[:1]
+    told = wire.connector.describe(known)
+    wire.send(wire.welcome("pull", regions=list(known), description=told))
+    cluster.until(lambda: bool(decode.peers.ready()))
+    sent, asked = granted(cluster, wire, decode)
+    wire.send(ready(asked))
+    cluster.finish(sent)
+    assert "no registered region" in sent.finished.error
+    settle_all(cluster, wire)
+
+
+def test_confirmed_before_all_was_read_never_makes_kv_count(cluster):
+    wire, decode = meet(cluster, "pull")
+    sent, asked = granted(cluster, wire, decode)
+    wire.send(ready(asked, 0, 8, final=False))
+    wire.send(confirmed(asked))
+    cluster.finish(sent)
+    assert sent.finished.reason == "error"
+    check_never_counted(sent, decode)
+    settle_all(cluster, wire)
+
+
+def test_confirmed_while_a_read_is_in_flight_never_makes_kv_count(cluster):
+    wire, decode = meet(cluster, "pull")
+    decode.connector.moving.clear()
+    sent, asked = granted(cluster, wire, decode)
+    wire.send(ready(asked))
+    wire.send(confirmed(asked))
+    cluster.finish(sent)
+    assert sent.finished.reason == "error"
+    cluster.turn_for(0.05)
+    assert decode.allocator.counts().quarantined == 4, "our own read may still write"
+    decode.connector.moving.set()
+    settle_all(cluster, wire)
+    check_never_counted(sent, decode)
+
+
+def test_a_broken_lease_is_answered_with_failed_and_the_kv_is_dropped(cluster):
+    wire, decode = meet(cluster, "pull")
+    sent, asked = granted(cluster, wire, decode)
+    wire.send(ready(asked))
+    cluster.until(lambda: bool(wire.of(Taken)))
+    wire.send(Failed(asked.request_id, asked.grant.grant_id, "the lease was broken"))
+    cluster.finish(sent)
+    assert "lease was broken" in sent.finished.error
+    check_never_counted(sent, decode)
+    cluster.until_idle()
+
+
+def test_a_confirmation_under_another_lease_is_not_ours(cluster):
+    wire, decode = meet(cluster, "pull")
+    sent, asked = granted(cluster, wire, decode)
+    wire.send(ready(asked, lease_id="1" * 16))
+    cluster.turn_for(0.03)
+    assert decode.connector.num_submitted == 0
+    wire.send(ready(asked))
+    cluster.until(lambda: bool(wire.of(Taken)))
+    wire.send(confirmed(asked, lease_id="1" * 16))
+    cluster.turn_for(0.03)
+    assert sent.finished is None
+    wire.send(confirmed(asked))
+    cluster.finish(sent)
+    assert sent.finished.error == ""
+    cluster.until_idle()
+
+
+@pytest.mark.parametrize("late", [ready, confirmed, done])
+@pytest.mark.parametrize("verify_held", [True, False], ids=["digesting", "running"])
+def test_word_of_a_hand_over_that_is_over_costs_the_peer_and_not_the_request(
+    cluster, late, verify_held
+):
+    """The request decodes on, undisturbed, from blocks that stay its own."""
+    wire, decode = meet(cluster, "pull")
+    sent, asked = granted(cluster, wire, decode, max_new_tokens=12)
+    wire.send(ready(asked))
+    cluster.until(lambda: bool(wire.of(Taken)))
+    if verify_held:
+        decode.runner.hold()
+    wire.send(confirmed(asked))
+    cluster.until(lambda: len(sent.completion.output) >= (1 if verify_held else 2))
+    wire.send(late(asked))
+    cluster.until(lambda: not decode.peers.ready() or sent.finished is not None)
+    decode.runner.release()
+    cluster.finish(sent)
+    assert (sent.finished.reason, sent.finished.error) == ("length", "")
+    assert len(sent.completion.output) == 12
+    settle_all(cluster, wire)

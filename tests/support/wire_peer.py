@@ -1,0 +1,115 @@
+"""A peer that a test plays message by message, over a real channel and with real memory."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from support.workers import Worker, make_engine, make_options
+
+from kvxfer.cache.kv_cache import KVCache
+from kvxfer.control.channel import Channel
+from kvxfer.control.messages import (
+    WIRE_VERSION,
+    Hello,
+    Message,
+    RegionsAck,
+    RegionsUpdate,
+    Welcome,
+    WorkerFacts,
+)
+from kvxfer.errors import ControlError
+from kvxfer.transfer.regions import Region, RegionSet
+
+
+class WirePeer:
+    """Says what the test tells it to; `received` is what it was told. Its whole cache is committed
+    and registered with a real connector, so that the worker under test can reach it."""
+
+    def __init__(self, role: str, listen: str | None = None, **changes: Any) -> None:
+        engine = changes.pop("engine", {})
+        self.role = role
+        self.options = make_options(role, **changes)
+        self.incarnation = secrets.token_hex(4)
+        self.channel = Channel(f"{self.options.worker_id}.{self.incarnation}", listen)
+        self.engine = make_engine(self.options, self.incarnation, **engine)
+        self.key = ""
+        self.acks = True
+        """Whether it acknowledges regions by itself."""
+        self.received: list[Message] = []
+        self.cache.extend(self.engine.bound_blocks)
+        chunks = [Region(chunk.offset, chunk.size) for chunk in self.cache.buffer.chunks]
+        self.engine.connector.register(chunks)
+        self.regions = RegionSet().add(chunks)
+
+    @property
+    def cache(self) -> KVCache:
+        return self.engine.cache
+
+    @property
+    def connector(self) -> Any:
+        return self.engine.connector
+
+    @property
+    def address(self) -> str:
+        return self.channel.address
+
+    def facts(self, **changes: Any) -> WorkerFacts:
+        regions = list(self.regions.regions)
+        known: dict[str, Any] = {
+            "role": self.role,
+            "worker_id": self.options.worker_id,
+            "incarnation": self.incarnation,
+            "model": self.engine.info.fingerprint,
+            "geometry": self.cache.geometry,
+            "base_address": self.cache.buffer.base_address,
+            "connector": "loopback",
+            "lane": self.options.lane,
+            "device": "cpu",
+            "regions": regions,
+            "generation": self.regions.generation,
+            "description": self.engine.connector.describe(regions),
+        }
+        return WorkerFacts(**known | changes)
+
+    def dial(self, worker: Worker) -> None:
+        self.key = self.channel.dial(worker.address)
+
+    def hello(self, **changes: Any) -> Hello:
+        return Hello(WIRE_VERSION, self.facts(**changes))
+
+    def welcome(self, direction: str, **changes: Any) -> Welcome:
+        return Welcome(WIRE_VERSION, self.facts(**changes), direction)
+
+    def send(self, message: Message) -> None:
+        """To whom we dialled, or who last spoke to us."""
+        self.channel.send(self.key, message)
+
+    def says(self, message: Message) -> bool:
+        """`send`, where there may be no connection yet: False then."""
+        try:
+            self.send(message)
+        except ControlError:
+            return False
+        return True
+
+    def turn(self) -> None:
+        for letter in self.channel.poll(0.0):
+            self.key = letter.peer
+            self.received.append(letter.message)
+            if self.acks and isinstance(letter.message, RegionsUpdate | Welcome):
+                self._acknowledge(letter.message)
+
+    def _acknowledge(self, message: RegionsUpdate | Welcome) -> None:
+        if isinstance(message, Welcome):
+            self.send(RegionsAck(message.facts.generation))
+        else:
+            self.send(RegionsAck(message.generation))
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.received if isinstance(message, kind)]
+
+    def close(self) -> None:
+        self.channel.close()
+        self.engine.connector.close()
+        self.engine.close()

@@ -1,0 +1,160 @@
+"""Growth as the control thread sees it: what is usable was acknowledged by every peer."""
+
+import itertools
+
+import pytest
+
+from kvxfer.control.messages import Hello, RegionsAck, RegionsUpdate
+from kvxfer.telemetry.trace import read_trace
+from kvxfer.worker import growth as growth_module
+from kvxfer.worker.growth import GrowthState
+
+ELASTIC = {"kv_commit": "elastic", "kv_initial_blocks": 8, "engine": {"capacity": 256}}
+
+
+def grown(worker, num_blocks):
+    return lambda: worker.parts.growth.is_idle and worker.allocator.num_blocks >= num_blocks
+
+
+def test_the_first_extension_is_exact_and_makes_generation_1(cluster):
+    worker = cluster.add("prefill", **ELASTIC)
+    assert worker.allocator.num_blocks == 8
+    assert worker.parts.growth.regions.generation == 1
+    worker.check_registered()
+
+
+def test_all_is_committed_at_once_where_asked(cluster):
+    worker = cluster.add("prefill", engine={"capacity": 40, "bound": 33})
+    assert worker.allocator.num_blocks == 33
+    worker.check_registered()
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+@pytest.mark.parametrize("initial", [0, 1, 2])
+def test_a_start_leaves_a_block_to_grant(cluster, layout, initial):
+    """The null block alone would serve nobody, whatever a sixteenth of the budget comes to."""
+    engine = {"capacity": 12, "layout": layout}
+    worker = cluster.add("decode", kv_commit="elastic", kv_initial_blocks=initial, engine=engine)
+    assert worker.allocator.can_allocate(1)
+
+
+def test_generation_counts_additions_and_the_base_stays(cluster, tmp_path):
+    path = tmp_path / "trace"
+    worker = cluster.add("decode", trace=path, **ELASTIC)
+    base, seen = worker.cache.buffer.base_address, [worker.parts.growth.regions.total_bytes]
+    for generation in range(2, 6):
+        wanted = worker.allocator.num_blocks + 1
+        worker.parts.growth.request(wanted)
+        cluster.until(grown(worker, wanted))
+        assert worker.parts.growth.regions.generation == generation
+        worker.check_registered()
+        seen.append(worker.parts.growth.regions.total_bytes)
+    assert worker.cache.buffer.base_address == base
+    assert seen == sorted(set(seen))
+    events = [event for event in read_trace(path) if event["event"] == "generation"]
+    assert [event["generation"] for event in events] == [1, 2, 3, 4, 5]
+    assert [event["registered_bytes"] for event in events] == seen
+    assert all(event["committed_bytes"] == event["registered_bytes"] for event in events)
+    for earlier, later in itertools.pairwise(events):
+        assert earlier["new_blocks"] == later["old_blocks"]
+        assert later["started_ns"] <= later["at_ns"]
+
+
+def test_a_request_for_what_is_there_or_beyond_the_budget_does_nothing(cluster):
+    worker = cluster.add("decode", engine={"capacity": 40, "bound": 33})
+    for wanted in (0, 5, 33, 34, 1000):
+        worker.parts.growth.request(wanted)
+        assert worker.parts.growth.is_idle
+    assert worker.parts.growth.regions.generation == 1
+    assert worker.parts.growth.can_reach(33)
+    assert not worker.parts.growth.can_reach(34)
+
+
+def test_growth_never_goes_beyond_the_budget(cluster):
+    options = ELASTIC | {"engine": {"capacity": 256, "bound": 45}}
+    worker = cluster.add("decode", **options)
+    worker.parts.growth.request(200)
+    cluster.until(grown(worker, 45))
+    assert worker.allocator.num_blocks == 45
+    worker.check_registered()
+
+
+def test_a_failed_growth_changes_nothing_and_is_tried_again_later(cluster, monkeypatch):
+    monkeypatch.setattr(growth_module, "RETRY_S", 0.15)
+    worker = cluster.add("decode", **ELASTIC)
+    asked = []
+    worker.parts.growth.on_settled = lambda: asked.append(worker.parts.growth.request(20))
+    worker.engine.driver.fail_after = 0
+    worker.parts.growth.request(20)
+    cluster.turn_for(0.7)
+    assert worker.allocator.num_blocks == 8
+    assert worker.parts.growth.regions.generation == 1
+    assert 2 <= worker.engine.driver.num_refused <= 6, "with a pause each time"
+    worker.check_registered()
+    worker.engine.driver.fail_after = -1
+    cluster.until(grown(worker, 20))
+    worker.check_registered()
+
+
+def test_a_growth_that_cannot_be_registered_is_rolled_back(cluster):
+    worker = cluster.add("decode", **ELASTIC)
+    committed = worker.cache.committed_bytes
+    worker.connector.refuse.add("register")
+    worker.parts.growth.request(20)
+    cluster.until(lambda: worker.parts.growth.is_idle)
+    assert worker.cache.committed_bytes == committed
+    assert worker.allocator.num_blocks == 8
+    worker.check_registered()
+
+
+def meet(cluster, **options):
+    wire = cluster.wire("prefill", "tcp://127.0.0.1:0")
+    decode = cluster.add("decode", **{**ELASTIC, **options})
+    decode.peers.dial(wire.address)
+    cluster.until(lambda: bool(wire.of(Hello)))
+    wire.send(wire.welcome("push"))
+    cluster.until(lambda: bool(decode.peers.ready()))
+    return wire, decode
+
+
+def test_new_blocks_are_used_only_when_the_peer_has_acknowledged(cluster):
+    wire, decode = meet(cluster)
+    wire.acks = False
+    decode.parts.growth.request(20)
+    cluster.until(lambda: bool(wire.of(RegionsUpdate)))
+    update = wire.of(RegionsUpdate)[0]
+    assert update.generation == 2
+    assert set(update.regions) <= set(decode.parts.growth.regions.regions)
+    cluster.turn_for(0.05)
+    assert decode.parts.growth._state is GrowthState.PUBLISHING
+    assert decode.allocator.num_blocks == 8
+    wire.send(RegionsAck(1))
+    cluster.turn_for(0.03)
+    assert decode.allocator.num_blocks == 8, "that was the old generation"
+    wire.send(RegionsAck(2))
+    cluster.until(grown(decode, 20))
+    assert decode.peers.ready()
+
+
+def test_a_laggard_is_lost_at_the_deadline_and_growth_goes_on(cluster, monkeypatch):
+    monkeypatch.setattr(growth_module, "ACK_TIMEOUT_S", 0.2)
+    wire, decode = meet(cluster)
+    wire.acks = False
+    lost = []
+    decode.peers.on_lost = lambda peer, reason: lost.append(reason)
+    decode.parts.growth.request(20)
+    cluster.until(grown(decode, 20))
+    assert lost == ["no acknowledgement of new regions within 0.2 s"]
+    assert decode.peers.ready() == []
+    decode.check_registered()
+
+
+def test_a_peer_that_leaves_is_waited_for_no_longer(cluster):
+    from kvxfer.control.messages import Goodbye
+
+    wire, decode = meet(cluster)
+    wire.acks = False
+    decode.parts.growth.request(20)
+    cluster.until(lambda: bool(wire.of(RegionsUpdate)))
+    wire.send(Goodbye("enough"))
+    cluster.until(grown(decode, 20))

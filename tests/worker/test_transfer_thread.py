@@ -1,0 +1,241 @@
+"""The thread that owns connector and memory: moves, and growth that is all or nothing."""
+
+import time
+
+import pytest
+from support.fixtures import num_open_files
+from support.workers import make_engine, make_options
+
+from kvxfer.errors import ConnectorError, OutOfMemory
+from kvxfer.transfer.connector import Direction
+from kvxfer.transfer.plan import CacheSide, plan_transfer
+from kvxfer.transfer.regions import Region, RegionSet
+from kvxfer.worker.mailbox import Mailbox
+from kvxfer.worker.stats import add_movement
+from kvxfer.worker.transfer_thread import Movement, TransferThread
+
+
+class Side:
+    """An engine and its transfer thread; the test is the control thread."""
+
+    def __init__(self, name, **engine):
+        self.name = name
+        self.engine = make_engine(make_options("prefill", worker_id=name), "1", **engine)
+        self.reports = Mailbox()
+        self.thread = TransferThread(self.engine.connector, self.engine.cache, self.reports)
+        self.thread.start()
+        self.regions = RegionSet()
+
+    def until(self, condition):
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline
+            for report in self.reports.drain():
+                report()
+            time.sleep(0.001)
+
+    def grow(self, num_blocks):
+        """The Growth, or the error's type. (Kept, an error keeps its traceback's frames alive.)"""
+        result = []
+        self.thread.grow(num_blocks, result.append, lambda error: result.append(type(error)))
+        self.until(lambda: bool(result))
+        return result[0]
+
+    def registered(self):
+        return set(self.engine.connector._regions.regions)
+
+    def committed(self):
+        return {Region(chunk.offset, chunk.size) for chunk in self.engine.cache.buffer.chunks}
+
+    def close(self):
+        self.engine.connector.moving.set()
+        self.thread.close_connector()
+        assert self.thread.stop(5.0)
+        self.engine.connector.close()
+        self.reports.close()
+        self.engine.close()
+
+
+@pytest.fixture
+def make_side():
+    files, made = num_open_files(), []
+
+    def make(name="left", **engine):
+        made.append(Side(name, **engine))
+        return made[-1]
+
+    yield make
+    for side in made:
+        side.close()
+    assert num_open_files() == files
+
+
+@pytest.fixture
+def pair(make_side):
+    left, right = make_side("left", layout="LHBNC"), make_side("right", layout="BLHNC")
+    for side, other in ((left, right), (right, left)):
+        growth = other.grow(16)
+        other.regions = RegionSet().add(growth.regions)
+        connected = []
+        side.thread.connect(
+            other.name,
+            other.engine.cache.buffer.base_address,
+            growth.description,
+            lambda _, done=connected: done.append(True),
+            connected.append,
+        )
+        side.until(lambda done=connected: bool(done))
+        assert connected == [True]
+    return left, right
+
+
+def plan_between(source, target, blocks=(1, 5, 3)):
+    return plan_transfer(
+        CacheSide(source.engine.cache.geometry, source.regions, blocks),
+        CacheSide(target.engine.cache.geometry, target.regions, blocks),
+        range(4 * len(blocks)),
+    )
+
+
+def test_the_first_growth_registers_what_warm_up_committed_too(make_side):
+    side = make_side()
+    assert side.registered() == set()
+    growth = side.grow(16)
+    assert set(growth.regions) == side.registered() == side.committed()
+    assert growth.extension.new_blocks == side.engine.cache.committed_blocks >= 16
+
+
+def test_each_growth_tells_just_what_it_added(make_side):
+    side = make_side()
+    known = set()
+    for num_blocks in (8, 9, 24, 64):
+        growth = side.grow(num_blocks)
+        assert not known.intersection(growth.regions)
+        known.update(growth.regions)
+        assert side.registered() == side.committed() == known
+        assert growth.extension.new_blocks >= num_blocks
+    assert side.engine.cache.committed_blocks == 64
+
+
+@pytest.mark.parametrize("step", ["register", "describe"])
+def test_a_failed_registration_rolls_the_commit_back(make_side, step):
+    side = make_side()
+    side.grow(8)
+    before = side.committed(), side.engine.cache.committed_blocks, num_open_files()
+    side.engine.connector.refuse.add(step)
+    assert side.grow(32) is ConnectorError
+    assert (side.committed(), side.engine.cache.committed_blocks, num_open_files()) == before
+    assert side.registered() == side.committed()
+    side.engine.connector.refuse.clear()
+    assert side.grow(32).extension.old_blocks == before[1]
+    assert side.registered() == side.committed()
+
+
+def test_a_failed_commit_registers_nothing(make_side):
+    side = make_side(layout="LHBNC")
+    side.grow(8)
+    before = side.committed()
+    side.engine.driver.fail_after = 2
+    assert side.grow(40) is OutOfMemory
+    side.engine.driver.fail_after = -1
+    assert side.registered() == side.committed() == before
+
+
+def test_registered_is_part_of_committed_while_it_grows(make_side):
+    side = make_side(capacity=256)
+    side.grow(4)
+    results = []
+    for num_blocks in range(8, 256, 8):
+        side.thread.grow(num_blocks, results.append, results.append)
+    while len(results) < 31:
+        registered = side.registered()  # read first: committed only ever grows here
+        assert registered <= side.committed()
+        for report in side.reports.drain():
+            report()
+        time.sleep(0.0005)
+    assert side.registered() == side.committed()
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_move_ends_once_with_its_account(pair, direction):
+    left, right = pair
+    source, target = (left, right) if direction is Direction.PUSH else (right, left)
+    for layer, view in enumerate(source.engine.cache.views):
+        view[[1, 5, 3]] = 0.5 + layer
+    plan, ended = plan_between(source, target), []
+    left.thread.move("right", direction, plan, ended.append)
+    left.until(lambda: bool(ended))
+    time.sleep(0.03)
+    left.until(lambda: True)
+    (movement,) = ended
+    assert movement.error is None
+    assert (movement.num_bytes, movement.num_runs) == (plan.total_bytes, plan.num_runs)
+    assert 0 < movement.start_ns < movement.end_ns
+    for layer, view in enumerate(target.engine.cache.views):
+        assert (view[[1, 5, 3]] == 0.5 + layer).all()
+
+
+@pytest.mark.parametrize("reason", ["refused", "stranger", "disconnected"])
+def test_a_move_that_cannot_be_ends_once_too(pair, reason):
+    left, right = pair
+    plan, ended = plan_between(left, right), []
+    if reason == "refused":
+        left.engine.connector.refuse.add("submit")
+    if reason == "disconnected":
+        left.engine.connector.moving.clear()
+    left.thread.move("nobody" if reason == "stranger" else "right", "push", plan, ended.append)
+    if reason == "disconnected":
+        left.thread.disconnect("right", lambda error: None)
+        left.engine.connector.moving.set()
+    left.until(lambda: bool(ended))
+    time.sleep(0.03)
+    left.until(lambda: True)
+    (movement,) = ended
+    assert movement.error
+    assert movement.num_bytes == plan.total_bytes
+
+
+def test_moves_in_flight_survive_growth(pair):
+    left, right = pair
+    left.engine.connector.moving.clear()
+    ended = []
+    left.thread.move("right", Direction.PUSH, plan_between(left, right), ended.append)
+    left.grow(48)
+    right.grow(48)
+    assert ended == []
+    left.engine.connector.moving.set()
+    left.until(lambda: bool(ended))
+    assert ended[0].error is None
+
+
+def test_a_damaged_description_is_told_and_harms_nothing(pair):
+    left, right = pair
+    told, ended = [], []
+    left.thread.connect("right", 0, b"nonsense", told.append, lambda error: told.append(str(error)))
+    left.until(lambda: bool(told))
+    assert "shorter than its header" in told[0]
+    left.thread.move("right", Direction.PUSH, plan_between(left, right), ended.append)
+    left.until(lambda: bool(ended))
+    assert ended[0].error is None
+
+
+def test_a_connector_that_would_not_close_is_told(make_side, caplog):
+    side = make_side()
+    side.grow(8)
+    side.engine.connector.refuse.add("close")
+    side.thread.close_connector()
+    assert side.thread.stop(5.0)
+    assert side.thread.is_closed is False
+    assert "did not close: close is refused" in caplog.text
+    side.engine.connector.refuse.clear()
+
+
+def test_movements_add_up():
+    from kvxfer.control.messages import TransferStats
+
+    stats = TransferStats()
+    for start, end, size in ((100, 160, 10), (90, 120, 5), (150, 155, 1)):
+        stats = add_movement(stats, Movement(size, 2, start, end, None))
+    assert stats == TransferStats(
+        num_bytes=16, num_runs=6, num_tickets=3, busy_ns=95, start_ns=90, end_ns=160
+    )
