@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -47,6 +48,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both unwind: nothing stays behind
     try:
         sys.exit(run_app(app, sys.argv[1:]))
+    except BrokenPipeError:  # who read our output has gone; there is nobody to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except KeyboardInterrupt:
         print("kvxfer: stopped", file=sys.stderr)
         sys.exit(130)

@@ -54,6 +54,11 @@ class WorkerOptions:
     """Most sequences in one decode step."""
     max_num_batched_tokens: int = 256
     """Tokens of one prefill chunk; KV streams to decode after each."""
+    enable_extensible_kv_cache: bool | None = None
+    """A cache that grows at the same addresses (default: where the device's driver can)."""
+    gpu_memory_utilization: float | None = None
+    """Share of the device's memory for this worker (default: 1.0 if extensible, which assumes
+    that the device is its alone, else 0.92). Give it where a GPU is shared."""
     kv_cache_memory_bytes: int = 0
     """Bytes of KV cache, exactly (default: measured after warm-up)."""
     memory_budget_bytes: int = 0

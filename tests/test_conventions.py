@@ -45,6 +45,7 @@ VENDOR_ROOMS = {
     "triton": ("connectors/gather.py", "kvxfer/model/"),
     "cuda": ("kvxfer/memory/",),
     "hip": ("kvxfer/memory/",),
+    "pynvml": ("kvxfer/memory/",),
     "zmq": ("kvxfer/control/",),
     "transformers": ("kvxfer/model/",),
     "tokenizers": ("kvxfer/model/",),

@@ -1,45 +1,85 @@
-"""What this process takes of the device's memory, apart from its KV cache."""
+"""What this process takes of the device's memory, and whether it has the device to itself."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
 from pathlib import Path
 
-from kvxfer.memory.driver import VmmDriver
+from kvxfer.memory.driver import MemoryInfo, VmmDriver
 
-
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """Bytes: held now, and the most that was held at any moment so far."""
-
-    used_bytes: int
-    peak_bytes: int
+SHARED_BYTES = 1 << 30
+"""A GPU with this much in use before the worker took anything is evidently shared: contexts and
+the driver's own take a few hundred MiB."""
 
 
 class UsageMeter:
-    """Measures from its birth on; made before anything large is allocated on the device."""
+    """Measures from its birth on; made before anything large is allocated on the device.
+
+    On the host resident pages are counted (VmRSS and VmHWM of /proc/self/status); on a GPU what
+    went missing since the start, in which other processes of that GPU show too (S14).
+    """
 
     def __init__(self, driver: VmmDriver) -> None:
         self._driver = driver
-        self._free_at_start = driver.memory_info().free_bytes
-        self._base = _resident_bytes("VmRSS") if driver.device == "cpu" else 0
+        self._on_host = driver.device == "cpu"
+        self.at_start: MemoryInfo = driver.memory_info()
+        self._base = _resident_bytes("VmRSS") if self._on_host else 0
 
-    @property
-    def available_bytes(self) -> int:
-        """What the process may use in all: free at the start plus what it already held."""
-        return self._free_at_start + self._base
+    def available_bytes(self, utilization: float, budget_bytes: int) -> int:
+        """What the process may use in all: a share of the device's memory, no more than was free
+        when it started, no more than the launcher's budget (0: none was set)."""
+        free = self.at_start.free_bytes + self._base
+        available = min(int(utilization * self.at_start.total_bytes), free)
+        return min(available, budget_bytes) if budget_bytes else available
 
-    def measure(self, cache_bytes: int) -> MemoryUse:
-        """`cache_bytes` of what is held are the KV cache's and not counted.
+    def used_bytes(self, cache_bytes: int) -> int:
+        """Held now; `cache_bytes` of it are the KV cache's and not counted."""
+        if self._on_host:
+            return _resident_bytes("VmRSS") - cache_bytes
+        return self.at_start.free_bytes - self._driver.memory_info().free_bytes - cache_bytes
 
-        On the host resident pages are counted (VmRSS and VmHWM of /proc/self/status); on a GPU
-        what went missing since the start, in which other processes of that GPU would show too.
+    def peak_bytes(self, used_bytes: int, cache_bytes: int) -> int:
+        """The most that was held beyond `used_bytes` at any moment so far.
+
+        On a GPU torch's pools keep their peak, so that it is part of what is used; of it, what is
+        not allocated now is what a step takes for a moment.
         """
-        if self._driver.device == "cpu":
-            used = _resident_bytes("VmRSS") - cache_bytes
-            return MemoryUse(used, max(used, _resident_bytes("VmHWM") - cache_bytes))
-        used = self._free_at_start - self._driver.memory_info().free_bytes - cache_bytes
-        return MemoryUse(used, used)
+        if self._on_host:
+            return max(0, _resident_bytes("VmHWM") - cache_bytes - used_bytes)
+        import torch
+
+        device = self._driver.device
+        return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+
+    def shared_with(self) -> str:
+        """Who else is on the GPU, in words; '' if it seems to be this worker's alone."""
+        if self._on_host:
+            return ""
+        others = _other_gpu_processes(self._driver.device)
+        if others:
+            return f"processes {', '.join(map(str, others))} run on it"
+        used = self.at_start.total_bytes - self.at_start.free_bytes
+        if used > SHARED_BYTES:
+            return f"{used >> 20} MiB of it were in use before this worker started"
+        return ""
+
+
+def _other_gpu_processes(device: str) -> list[int]:
+    """Process ids that NVML names on `device`, without ours; none where NVML cannot tell."""
+    try:
+        import pynvml
+        import torch
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+        uuid = torch.cuda.get_device_properties(device).uuid
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        found = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return []
+    return sorted(process.pid for process in found if process.pid != os.getpid())
 
 
 def _resident_bytes(field: str) -> int:

@@ -1,15 +1,23 @@
-"""One body for every virtual-memory driver: what VmmDriver promises, seen through tensors."""
+"""One body for every virtual-memory driver: what VmmDriver promises, seen through tensors.
+
+The drivers of GPUs also run without one, over a stub of the vendor's library. Since that must not
+get into this process, the last test here runs this file again in another.
+"""
 
 import itertools
 import os
+import shutil
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
+from support import vmm_stub
 
 from kvxfer.errors import DriverError, OutOfMemory
 from kvxfer.memory.cuda import CudaDriver
 from kvxfer.memory.extensible_tensor import tensor_over
+from kvxfer.memory.hip import HipDriver
 from kvxfer.memory.host import HostDriver
 
 GRANULES = 8
@@ -21,14 +29,25 @@ def make_cuda():
     return CudaDriver()
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(HostDriver, id="host"),
-        pytest.param(make_cuda, id="cuda", marks=pytest.mark.gpu),
-    ]
-)
+def make_over_stub():
+    stub = vmm_stub.loaded_stub()
+    driver = {"cuda": CudaDriver, "hip": HipDriver}[stub.vendor]()
+    driver.device = "cpu"  # the stub's memory is the host's
+    return driver
+
+
+HERE = [
+    pytest.param(HostDriver, id="host"),
+    pytest.param(make_cuda, id="cuda", marks=pytest.mark.gpu),
+]
+OVER_STUB = [pytest.param(make_over_stub, id=f"{vmm_stub.VENDOR}-stub")]
+
+
+@pytest.fixture(params=OVER_STUB if vmm_stub.VENDOR else HERE)
 def driver(request):
-    return request.param()
+    yield request.param()
+    if vmm_stub.VENDOR:
+        assert not any(vmm_stub.loaded_stub().live().values())
 
 
 class Space:
@@ -229,3 +248,28 @@ def test_want_of_memory_is_its_own_error_and_leaves_nothing_behind(driver, undo)
     assert 0 < caught.value.free_bytes <= info.total_bytes
     handle = driver.commit(base, driver.granularity)
     driver.decommit(base, driver.granularity, handle)
+
+
+if not vmm_stub.VENDOR:
+
+    @pytest.fixture(scope="module")
+    def runs():
+        """One process for each vendor, side by side."""
+        memory = Path(__file__).parents[1] / "memory"
+        cases = [Path(__file__), memory / "gpu_stub_cases.py"]
+        vendors = {"cuda": cases, "hip": [*cases, memory / "hip_stub_cases.py"]}
+        if torch.cuda.is_available():
+            del vendors["cuda"]
+        with ExitStack() as stack:
+            yield {
+                vendor: stack.enter_context(vmm_stub.run_over_stub(vendor, files))
+                for vendor, files in vendors.items()
+            }
+
+    @pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc compiles the stub")
+    @pytest.mark.parametrize("vendor", ["cuda", "hip"])
+    def test_all_of_this_holds_over_a_stub_too_and_its_own_cases(vendor, runs):
+        if vendor not in runs:
+            pytest.skip("this machine has a CUDA driver of its own")
+        passed, output = runs[vendor]()
+        assert passed, output

@@ -14,7 +14,7 @@ from support.prefill_wire import (
     settle_all,
 )
 
-from kvxfer.control.messages import Abort, Aborted, Failed, Finished, Token
+from kvxfer.control.messages import Abort, Aborted, Failed, Finished, Hello, Token
 
 WRONG_DONE = [
     {"num_tokens": NUM_TOKENS - 1},
@@ -153,6 +153,21 @@ def test_each_request_gets_one_finished_whatever_is_said(cluster):
     cluster.turn_for(0.05)
     assert len(finished) == 1
     assert "first" in finished[0].error
+    cluster.until_idle()
+
+
+def test_an_abort_that_was_lost_is_sent_again_when_the_peer_is_back(cluster):
+    wire, decode = meet(cluster, "push")
+    sent, asked = granted(cluster, wire, decode)
+    cluster.router.cancel(sent.completion)
+    cluster.until(lambda: len(wire.of(Abort)) == 1)
+    decode.peers.lose(decode.peers.ready()[0].key, "the test says so")
+    cluster.until(lambda: len(wire.of(Hello)) == 2)
+    wire.send(wire.welcome("push"))
+    cluster.until(lambda: len(wire.of(Abort)) == 2)
+    assert {abort.grant_id for abort in wire.of(Abort)} == {asked.grant.grant_id}
+    assert decode.allocator.counts().quarantined == 4
+    wire.send(Aborted(asked.request_id, asked.grant.grant_id))
     cluster.until_idle()
 
 

@@ -190,6 +190,26 @@ def test_a_peer_that_leaves_takes_its_jobs_with_it(cluster, lane):
     settled(cluster, prefill)
 
 
+@pytest.mark.parametrize("aborted_first", [True, False])
+def test_an_abort_is_answered_though_the_peer_was_lost_meanwhile(cluster, aborted_first):
+    """The decode worker lives, and its blocks wait for this one word."""
+    prefill, wire = meet(cluster, "push")
+    prefill.connector.moving.clear()
+    name, grant = ask(wire)
+    cluster.until(lambda: prefill.connector.num_submitted == 3)
+    if not aborted_first:
+        prefill.peers.lose(prefill.peers.ready()[0].key, "the test says so")
+    wire.send(Abort(name, grant, "changed our mind"))
+    cluster.turn_for(0.05)
+    if aborted_first:
+        prefill.peers.lose(prefill.peers.ready()[0].key, "the test says so")
+    assert wire.of(Aborted) == []
+    prefill.connector.moving.set()
+    cluster.until(lambda: bool(wire.of(Aborted)))
+    assert wire.of(Aborted) == [Aborted(name, grant)]
+    settled(cluster, prefill)
+
+
 def test_waiting_for_blocks_at_the_bound_does_not_grow_without_end(cluster):
     """Nothing is left to grow into: the queue waits for blocks, quietly."""
     prefill, wire = meet(cluster, "pull", engine={"bound": 8})

@@ -18,7 +18,7 @@ from decode.worker import DecodeWorker
 from kvxfer.cache.blocks import BlockAllocator
 from kvxfer.cache.kv_cache import KVCache
 from kvxfer.cache.layout import CacheGeometry, KVCacheLayout
-from kvxfer.cache.sizing import MemoryAccount
+from kvxfer.cache.sizing import WarmUp, account_as_given
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.config import WorkerOptions, resolve
 from kvxfer.control.channel import Channel
@@ -97,7 +97,7 @@ def make_engine(
         cache=cache,
         connector=SlowLoopback(f"{options.worker_id}.{incarnation}", window),
         allocator=BlockAllocator(1),
-        account=MemoryAccount(0, 0, 0, 0),
+        account=account_as_given(0, WarmUp(0, 0, 0, 0), 0),
         bound_blocks=bound or capacity,
     )
 
@@ -148,8 +148,12 @@ class Worker:
         )
         self.parts.transfer.start()
         self.parts.model.start()
-        assembly._first_extension(self.parts, self.loop, Silent())  # type: ignore[arg-type]
         self._is_closed = False
+        try:
+            assembly._first_extension(self.parts, self.loop, Silent())  # type: ignore[arg-type]
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def address(self) -> str:

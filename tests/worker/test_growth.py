@@ -1,9 +1,11 @@
 """Growth as the control thread sees it: what is usable was acknowledged by every peer."""
 
 import itertools
+import time
 
 import pytest
 
+from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.control.messages import Hello, RegionsAck, RegionsUpdate
 from kvxfer.telemetry.trace import read_trace
 from kvxfer.worker import growth as growth_module
@@ -29,11 +31,17 @@ def test_all_is_committed_at_once_where_asked(cluster):
     worker.check_registered()
 
 
+LARGE_BLOCKS = KVCacheSpec(
+    num_layers=4, num_kv_heads=2, head_dim_k=16, head_dim_v=16, dtype="float32", block_size=4
+)
+"""A block fills a granule, where B is outermost."""
+
+
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
 @pytest.mark.parametrize("initial", [0, 1, 2])
 def test_a_start_leaves_a_block_to_grant(cluster, layout, initial):
     """The null block alone would serve nobody, whatever a sixteenth of the budget comes to."""
-    engine = {"capacity": 12, "layout": layout}
+    engine = {"capacity": 12, "layout": layout, "spec": LARGE_BLOCKS}
     worker = cluster.add("decode", kv_commit="elastic", kv_initial_blocks=initial, engine=engine)
     assert worker.allocator.can_allocate(1)
 
@@ -94,6 +102,16 @@ def test_a_failed_growth_changes_nothing_and_is_tried_again_later(cluster, monke
     worker.engine.driver.fail_after = -1
     cluster.until(grown(worker, 20))
     worker.check_registered()
+
+
+def test_however_often_it_is_asked_for_a_failed_growth_is_tried_now_and_then(cluster):
+    worker = cluster.add("decode", **ELASTIC)
+    worker.engine.driver.fail_after = 0
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        worker.parts.growth.request(20)
+        cluster.turn()
+    assert worker.engine.driver.num_refused == 1
 
 
 def test_a_growth_that_cannot_be_registered_is_rolled_back(cluster):
