@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import importlib
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,13 +97,14 @@ class Connector(ABC):
         """Release the transport. Idempotent."""
 
 
+def check_connector(name: str) -> None:
+    """Raise UsageError unless connectors/ has a module of this name. Imports nothing."""
+    if not name.isidentifier() or importlib.util.find_spec(f"connectors.{name}") is None:
+        raise UsageError("connector", name, "no such module in connectors/")
+
+
 def load_connector(name: str) -> type[Connector]:
-    """The class `Connector` of the module connectors.<name>, imported only when asked for."""
-    try:
-        module = importlib.import_module(f"connectors.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != f"connectors.{name}":
-            raise
-        raise UsageError("connector", name, "no such module in connectors/") from None
-    found: type[Connector] = module.CONNECTOR
+    """The connector of the module connectors.<name>, imported only when asked for."""
+    check_connector(name)
+    found: type[Connector] = importlib.import_module(f"connectors.{name}").CONNECTOR
     return found

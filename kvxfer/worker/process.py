@@ -22,6 +22,7 @@ from kvxfer.cache.layout import KVCacheLayout
 from kvxfer.config import WorkerOptions, check_device, resolve
 from kvxfer.control.channel import Channel, check_loopback
 from kvxfer.errors import KvxferError, UsageError, WorkerDied
+from kvxfer.transfer.connector import check_connector
 from kvxfer.transfer.lanes import LANES
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def _check_cheaply(options: WorkerOptions) -> None:
     """Refuse bad values before seconds are spent on imports."""
     KVCacheLayout.parse("kv_cache_layout", options.kv_cache_layout)
     check_device(options.device)
+    check_connector(options.connector)
     if options.lane not in LANES:
         raise UsageError("lane", options.lane, f"must be one of {', '.join(LANES)}")
 
