@@ -21,7 +21,7 @@ class GrowthInFlight:
     old_blocks: int
     new_blocks: int
     landed_request: str
-    """A request whose KV was proved complete in blocks at or beyond `old_blocks`."""
+    """A request whose KV was proved complete, after the growth, in blocks that it added."""
 
 
 def growths(decode_trace: list[Event]) -> list[Event]:
@@ -37,7 +37,12 @@ def growth_in_flight(
     ends = [event for event in transfer_events if event["event"] == "transfer_end"]
     fills = [event for event in decode_trace if event["event"] == "filled"]
     for growth in growths(decode_trace):
-        landed = [fill["request"] for fill in fills if max(fill["blocks"]) >= growth["old_blocks"]]
+        new = range(growth["old_blocks"], growth["new_blocks"])
+        landed = [
+            fill["request"]
+            for fill in fills
+            if fill["at_ns"] > growth["at_ns"] and any(block in new for block in fill["blocks"])
+        ]
         for end in ends:
             spans = end["start_ns"] < growth["at_ns"] < end["end_ns"]
             others = [request for request in landed if request != end["request"]]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kvxfer.errors import DeadlineExceeded, WorkerDied
 
-GRACE_S = 1.2
+GRACE_S = 0.8
 """After SIGTERM; then SIGKILL. Keeps Ctrl-C under two seconds."""
 OTHERS_TIMEOUT_S = 7.0
 """How long the others get to notice by themselves that one of them died."""

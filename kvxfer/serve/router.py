@@ -100,9 +100,7 @@ class Router:
         request_id: str = "",
     ) -> Completion:
         """Send a prompt to a decode worker (or to the single process that it is compared with)."""
-        request_id = request_id or secrets.token_hex(8)
-        completion = Completion(request_id, tokens, backend, time.monotonic())
-        self._completions[request_id] = completion
+        request_id, sent_s = request_id or secrets.token_hex(8), time.monotonic()
         self._channel.send(
             backend.key,
             Generate(
@@ -115,6 +113,8 @@ class Router:
                 verify=verify,
             ),
         )
+        completion = Completion(request_id, tokens, backend, sent_s)
+        self._completions[request_id] = completion
         return completion
 
     def cancel(self, completion: Completion) -> None:

@@ -25,8 +25,8 @@ def generation(number, at_ns, old_blocks, new_blocks):
     }
 
 
-def filled(request, *blocks):
-    return {"event": "filled", "request": request, "blocks": list(blocks)}
+def filled(request, *blocks, at_ns=1000):
+    return {"event": "filled", "request": request, "blocks": list(blocks), "at_ns": at_ns}
 
 
 FIRST = generation(1, 10, 1, 8)
@@ -51,6 +51,11 @@ NOT_IN_FLIGHT = {
     "only the first extension": ([end("companion", 5, 15)], [FIRST, GROWER]),
     "nothing landed": ([end("companion", 40, 60)], [FIRST, SECOND]),
     "landed below": ([end("companion", 40, 60)], [FIRST, SECOND, filled("grower", 5, 7)]),
+    "landed before the growth": (
+        [end("companion", 40, 60)],
+        [FIRST, SECOND, filled("grower", 8, at_ns=49)],
+    ),
+    "landed beyond it": ([end("companion", 40, 60)], [FIRST, SECOND, filled("grower", 16)]),
     "its own bytes": ([end("grower", 40, 60)], [FIRST, SECOND, GROWER]),
     "no transfer": ([{"event": "transfer_start", "request": "x"}], [FIRST, SECOND, GROWER]),
     "no traces": ([], []),
