@@ -8,6 +8,7 @@ import sys
 
 import cyclopts
 
+from kvxfer.bench.growth import GrowthOptions
 from kvxfer.command import run_app
 from kvxfer.demo.plan import DemoOptions
 from kvxfer.serve.prompts import RouterOptions
@@ -41,6 +42,21 @@ def router(options: RouterOptions) -> int:
     from kvxfer.serve.prompts import run_router
 
     return run_router(options)
+
+
+bench = cyclopts.App(name="bench", help="Measure, with verified data.")
+app.command(bench)
+
+
+@bench.command
+def growth(options: GrowthOptions = GrowthOptions()) -> int:  # noqa: B008
+    """How long until memory that a cache was just extended by is of use to a peer.
+
+    Example, on a GPU: kvxfer bench growth --gib 64 --json growth.json
+    """
+    from kvxfer.bench.growth import run_growth
+
+    return run_growth(options)
 
 
 def main() -> None:
