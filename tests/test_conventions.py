@@ -54,7 +54,8 @@ VENDOR_ROOMS = {
     "starlette": ("kvxfer/serve/",),
     "uvicorn": ("kvxfer/serve/",),
     "cyclopts": ("kvxfer/config.py", "kvxfer/command.py", "kvxfer/cli.py", "kvxfer/demo/plan.py",
-                 "kvxfer/serve/prompts.py", "kvxfer/bench/", "prefill/__main__.py", "decode/__main__.py"),
+                 "kvxfer/serve/prompts.py", "kvxfer/bench/", "prefill/__main__.py",
+                 "decode/__main__.py"),
     "rich": ("kvxfer/demo/screen.py",),
 }  # fmt: skip
 
