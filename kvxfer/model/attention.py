@@ -11,7 +11,9 @@ Facts relied on, run on transformers 5.17 and 5.24 with a dozen model families:
   ours (causal, with a window) is the only one; an argument that changes the result in a way not
   known here (sinks, position biases) is refused, never dropped;
 - scaled_dot_product_attention on a GPU materialises the scores when it is given a mask and
-  grouped heads at once, so heads are repeated there; on the CPU it does not.
+  grouped heads at once, so heads are repeated there; on the CPU it does not;
+- a layer that reads its KV as it is cached hands attention the very tensors that update returned
+  (run with Llama, Qwen3, Mistral, Gemma 2 and 3; DeepSeek V3 does not, see above).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, Cache
 
 from kvxfer.errors import UnsupportedModel
-from kvxfer.model.packing import PackedStep, Span
+from kvxfer.model.packing import DecodeStep, PackedStep, Span
 
 STEP_ARGUMENT: Final = "kvxfer_step"
 """The keyword argument in which the attention function finds the PackedStep."""
@@ -69,12 +71,43 @@ class PagedCache(Cache):
         """
         step, view = self._step, self._views[layer_idx]
         _hand_over(step, kwargs)
-        rows = torch.cat((key_states[0], value_states[0]), dim=-1).transpose(0, 1)
-        view.permute(0, 2, 1, 3)[step.write_blocks, step.write_slots] = rows
+        _write(view, step, key_states, value_states)
         pages = view.index_select(0, step.read_blocks)
         gathered = pages.permute(1, 0, 2, 3).reshape(1, view.shape[1], -1, view.shape[3])
         head_dim_k = key_states.shape[-1]
         return gathered[..., :head_dim_k], gathered[..., head_dim_k:]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Unused: positions are given with every call."""
+        return 0
+
+
+class DecodeCache(Cache):
+    """The KV of decode steps, attended in place: writes each row's KV, and gathers nothing.
+
+    `views` as PagedCache's. What it runs reads its step's tensors on the device only, so it can be
+    recorded and repeated.
+    """
+
+    def __init__(self, views: Sequence[torch.Tensor], step: DecodeStep) -> None:
+        super().__init__(layers=[])
+        self._views = views
+        self._step = step
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[1, H, R, Dk] and [1, H, R, Dv] in, and the same tensors out."""
+        view = self._views[layer_idx]
+        _hand_over(self._step, kwargs)
+        _write(view, self._step, key_states, value_states)
+        self._step.pending[layer_idx] = key_states, value_states, view
+        return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Unused: positions are given with every call."""
@@ -108,7 +141,14 @@ class RecordingCache(Cache):
         return 0
 
 
-def _hand_over(step: PackedStep, update_kwargs: dict[str, Any]) -> None:
+def _write(
+    view: torch.Tensor, step: PackedStep | DecodeStep, keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    rows = torch.cat((keys[0], values[0]), dim=-1).transpose(0, 1)
+    view.permute(0, 2, 1, 3)[step.write_blocks, step.write_slots] = rows
+
+
+def _hand_over(step: PackedStep | DecodeStep, update_kwargs: dict[str, Any]) -> None:
     attention_kwargs = update_kwargs.get("kwargs")
     if attention_kwargs is not None:
         attention_kwargs[STEP_ARGUMENT] = step
@@ -137,7 +177,13 @@ def paged_attention(
     """
     step = kwargs.pop(STEP_ARGUMENT, None)
     _check_understood(module, step, attention_mask, dropout, kwargs)
-    step.windows[int(getattr(module, "layer_idx", -1))] = sliding_window
+    layer = int(getattr(module, "layer_idx", -1))
+    step.windows[layer] = sliding_window
+    if isinstance(step, DecodeStep):
+        cached = step.pending.pop(layer)
+        if cached[0] is not key or cached[1] is not value:
+            raise UnsupportedModel(f"{type(module).__name__} changes KV after the cache held it")
+        return _decoded(step, query, cached, scaling, sliding_window, softcap), None
     output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
     for span in step.spans:
         rows = slice(span.row, span.row + span.num_rows)
@@ -158,7 +204,7 @@ def paged_attention(
 
 def _check_understood(
     module: torch.nn.Module,
-    step: PackedStep | None,
+    step: PackedStep | DecodeStep | None,
     attention_mask: torch.Tensor | None,
     dropout: float,
     kwargs: dict[str, Any],
@@ -177,6 +223,25 @@ def _check_understood(
     else:
         return
     raise UnsupportedModel(f"{type(module).__name__} {reason}")
+
+
+def _decoded(
+    step: DecodeStep,
+    query: torch.Tensor,
+    cached: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    # Triton is wanted here alone, and a machine without a GPU may not have it.
+    from kvxfer.model.paged_decode import paged_decode
+
+    key, _, view = cached
+    head_dim_k = key.shape[-1]
+    scale = head_dim_k**-0.5 if scaling is None else scaling
+    rows = query[0].transpose(0, 1)
+    tables, lens = step.block_tables, step.seq_lens
+    return paged_decode(rows, view, head_dim_k, tables, lens, scale, window, softcap)[None]
 
 
 def _mask(step: PackedStep, span: Span, window: int | None) -> torch.Tensor:

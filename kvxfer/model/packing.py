@@ -96,6 +96,43 @@ class PackedStep:
         return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeStep:
+    """Index tensors of one decode step, one row a sequence. Their addresses and shapes stay when
+    their contents change, so that work recorded over them can be repeated."""
+
+    input_ids: torch.Tensor
+    """[1, R]"""
+    position_ids: torch.Tensor
+    """[1, R]"""
+    write_blocks: torch.Tensor
+    """[R]; the null block for a padding row."""
+    write_slots: torch.Tensor
+    """[R]"""
+    seq_lens: torch.Tensor
+    """[R]: tokens whose KV a row reads, its own included; 0 for a padding row."""
+    block_tables: torch.Tensor
+    """[R, max_blocks], int32; what lies beyond seq_lens is never looked at."""
+    last_rows: torch.Tensor
+    """[R]: all rows."""
+    windows: dict[int, int | None] = field(default_factory=dict)
+    """As PackedStep's."""
+    pending: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict
+    )
+    """By layer: new keys, new values and the layer's view, from the cache to the attention."""
+
+
+def blocks_read(step: SequenceStep, block_size: int) -> Sequence[int]:
+    """The part of its block table that a step needs. Raises ModelError when it is too short."""
+    num_blocks = -(-step.end // block_size)
+    if len(step.block_table) < num_blocks:
+        raise ModelError(
+            f"{len(step.block_table)} blocks of {block_size} tokens for {step.end} tokens"
+        )
+    return step.block_table[:num_blocks]
+
+
 def pack(steps: Sequence[SequenceStep], block_size: int, device: torch.device) -> PackedStep:
     """Raises ModelError when a block table does not cover its step."""
     spans: list[Span] = []
@@ -103,14 +140,10 @@ def pack(steps: Sequence[SequenceStep], block_size: int, device: torch.device) -
     """(token, position, block, slot) of each row."""
     read_blocks: list[int] = []
     for step in steps:
-        num_blocks = -(-step.end // block_size)
-        if len(step.block_table) < num_blocks:
-            raise ModelError(
-                f"{len(step.block_table)} blocks of {block_size} tokens for {step.end} tokens"
-            )
+        blocks = blocks_read(step, block_size)
         num_rows = len(step.tokens)
         spans.append(Span(len(rows), num_rows, len(read_blocks) * block_size, step.end))
-        read_blocks.extend(step.block_table[:num_blocks])
+        read_blocks.extend(blocks)
         for position, token in enumerate(step.tokens, step.start):
             block = step.block_table[position // block_size]
             rows.append((token, position, block, position % block_size))

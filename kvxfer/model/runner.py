@@ -5,6 +5,9 @@ threads, at least 4 rows (see packing), one attention call per sequence. Prefill
 and decode in any batch give the same bits of KV and the same tokens, whatever the cache's layout
 and block ids and wherever the KV was computed.
 
+On a GPU, warm-up records the decode step (see decode_graph) and decode_step repeats it; prefill,
+and everything on the CPU, runs op by op. The bits of a GPU depend on the batch.
+
 Supported: transformers 5.17 to 5.39. Some version up to 5.24 renamed the forward's argument
 `past_key_values` to `cache`, and 5.40 drops the old name; `_cache_argument` is the only shim.
 """
@@ -12,6 +15,7 @@ Supported: transformers 5.17 to 5.39. Some version up to 5.24 renamed the forwar
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +23,18 @@ import torch
 
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.errors import ModelError, UnsupportedModel, UsageError
-from kvxfer.model.attention import STEP_ARGUMENT, PagedCache, RecordingCache
+from kvxfer.model.attention import STEP_ARGUMENT, DecodeCache, PagedCache, RecordingCache
+from kvxfer.model.decode_graph import CudaRecorder, DecodeGraphs, Recorder
 from kvxfer.model.loader import ModelInfo, load_model
-from kvxfer.model.packing import NULL_BLOCK, PackedStep, SequenceStep, pack
+from kvxfer.model.packing import NULL_BLOCK, DecodeStep, PackedStep, SequenceStep, pack
 from kvxfer.model.sampling import SampleSpec, sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["ModelRunner", "SequenceStep"]
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -39,6 +46,7 @@ class ModelRunner:
         self._device = device
         self._cache_argument = _cache_argument(model)
         self._views: tuple[torch.Tensor, ...] = ()
+        self._graphs: DecodeGraphs | None = None
 
     @classmethod
     def load(cls, info: ModelInfo, device: str, dtype: str | None, threads: int) -> ModelRunner:
@@ -74,38 +82,82 @@ class ModelRunner:
     def bind(self, views: Sequence[torch.Tensor]) -> None:
         """Use `views` from now on: one tensor [B, H, N, C] a layer, of the probed spec's shape and
         dtype, any strides. The caller owns the memory and keeps it mapped; of uncommitted blocks
-        only addresses are computed."""
+        only addresses are computed. Recorded decode steps are dropped unless the views are the
+        very same tensors."""
         if not views:
             raise ModelError("no views to bind")
         first = views[0]
         for layer, view in enumerate(views):
             if view.ndim != 4 or view.shape != first.shape or view.dtype != first.dtype:
                 raise ModelError(f"the view of layer {layer} is {view.dtype} {tuple(view.shape)}")
+        if len(views) != len(self._views) or any(
+            new is not old for new, old in zip(views, self._views, strict=True)
+        ):
+            self._graphs = None
         self._views = tuple(views)
 
-    def warm_up(self, max_tokens: int, max_batch: int, max_context: int | None = None) -> None:
+    def warm_up(
+        self,
+        max_tokens: int,
+        max_batch: int,
+        max_context: int | None = None,
+        capture_graphs: bool = True,
+    ) -> None:
         """Run the largest prefill chunk and the largest decode batch, at the end of a context of
         `max_context` tokens (default: the model's longest), so that the memory they take was taken
-        once. Every block id is 0: only the null block is touched, and zeroed first."""
+        once. Every block id is 0: only the null block is touched, and zeroed first. On a GPU decode
+        steps of up to `max_batch` are recorded before, unless `capture_graphs` is False."""
         context = min(max_context or self.info.max_model_len, self.info.max_model_len)
         table = [NULL_BLOCK] * -(-context // self._block_size)
         for view in self._views:
             view[NULL_BLOCK].zero_()
+        if capture_graphs and self._device.type == "cuda":
+            self.record_decode(max_batch)
         num_tokens = min(max_tokens, context)
         spec = SampleSpec()
         self.prefill_chunk(SequenceStep([0] * num_tokens, context - num_tokens, table, spec))
         self.decode_step([SequenceStep([0], context - 1, table, spec)] * max_batch)
 
+    def record_decode(self, max_batch: int, record: Recorder | None = None) -> bool:
+        """Record the decode step of up to `max_batch` sequences; decode_step repeats it from then
+        on. Only the null block is touched. `record` defaults to CUDA graphs.
+
+        False, with the reason logged, when it cannot be recorded: decode runs op by op as before.
+        """
+        self._graphs = None
+        try:
+            self._graphs = DecodeGraphs(
+                self._run,
+                self._views,
+                max_batch,
+                self.info.max_model_len,
+                record or CudaRecorder(self._device),
+            )
+        except ModelError as error:
+            logger.warning("decode steps are not recorded as graphs: %s", error)
+        return self._graphs is not None
+
     def logits(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
-        """One forward pass, its KV written: [len(steps), V] for each sequence's last token, on the
-        device. What the two methods below choose from; errors as theirs."""
+        """One forward pass op by op, its KV written: [len(steps), V] for each sequence's last
+        token, on the device. What the methods below choose from; errors as theirs."""
         for step in steps:
             self._check(step)
         packed = pack(steps, self._block_size, self._device)
         logits = self._run(packed, PagedCache(self._views, packed))
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        self._finish()
         return logits[: len(steps)]
+
+    def decode_logits(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
+        """As `logits`, for one new token a sequence; recorded work is repeated where there is any.
+        Valid until the next step."""
+        graphs = self._graphs
+        if graphs is None or not graphs.holds(steps):
+            return self.logits(steps)
+        for step in steps:
+            self._check(step)
+        logits = graphs.run(steps)
+        self._finish()
+        return logits
 
     def prefill_chunk(self, step: SequenceStep) -> int | None:
         """Write the KV of the chunk's tokens; the token that follows them if `step.sample` is set.
@@ -118,10 +170,11 @@ class ModelRunner:
 
     def decode_step(self, steps: Sequence[SequenceStep]) -> list[int]:
         """One forward pass for several sequences; the token that follows each. As prefill_chunk."""
-        return self._choose(steps, self.logits(steps)) if steps else []
+        return self._choose(steps, self.decode_logits(steps)) if steps else []
 
     def close(self) -> None:
-        """Drop the weights and the views. Idempotent."""
+        """Drop the weights, the views and what was recorded. Idempotent."""
+        self._graphs = None
         self._model = None
         self._views = ()
         if self._device.type == "cuda":
@@ -133,8 +186,16 @@ class ModelRunner:
             raise ModelError("no cache was bound")
         return self._views[0].shape[2]
 
+    def _finish(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
     @torch.inference_mode()
-    def _run(self, packed: PackedStep, cache: PagedCache | RecordingCache) -> torch.Tensor:
+    def _run(
+        self,
+        packed: PackedStep | DecodeStep,
+        cache: PagedCache | DecodeCache | RecordingCache,
+    ) -> torch.Tensor:
         arguments: dict[str, Any] = {self._cache_argument: cache, STEP_ARGUMENT: packed}
         output = self._loaded()(
             input_ids=packed.input_ids,

@@ -1,0 +1,188 @@
+"""Decode steps recorded once per batch size and repeated: CUDA graphs over the paged cache.
+
+    fill   one step's tokens, positions, blocks, slots, lengths ──▶ tensors at fixed addresses
+    repeat the recorded forward of the next larger batch size ──▶ logits at a fixed address
+
+Facts relied on:
+- the recorded work holds addresses: those tensors', the weights', and the views' base and strides,
+  which growth of the cache never moves; a graph captured when each segment had one granule reads
+  blocks that were committed later (run on an H200, driver 580, CUDA 13.0);
+- what synchronises with the host cannot be captured, and a capture that fails leaves torch's
+  allocator in doubt: such a model is found out in an ordinary run, with torch's sync debug mode;
+- a kernel's first launch compiles and loads it, and a library's takes its workspace: both happen in
+  the ordinary runs, on the stream that then captures;
+- 'thread_local' capture lets other threads (a connector's) go on calling CUDA;
+- graphs captured into one pool share its memory if they never run at the same time: the largest
+  is captured first and the others fit into what it took. Only the logits outlive a run.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+import torch
+
+from kvxfer.errors import ModelError, UnsupportedModel
+from kvxfer.model.attention import DecodeCache
+from kvxfer.model.packing import MIN_ROWS, NULL_BLOCK, DecodeStep, SequenceStep, blocks_read
+
+Work = Callable[[], None]
+Recorder = Callable[[Work], Work]
+"""Given work over tensors at fixed addresses, runs it at least once and returns what repeats it."""
+Forward = Callable[[DecodeStep, DecodeCache], torch.Tensor]
+"""A model's pass over R rows: logits [R, V], freshly made."""
+
+PADDING_ROW: Final = (0, 0, NULL_BLOCK, 0, 0)
+"""Token, position, block, slot and length of a row that belongs to no sequence."""
+
+
+class DecodeGraphs:
+    """A model's decode step for up to `max_batch` sequences, recorded for each of `sizes` rows.
+
+    Made in warm-up over the null block alone. One thread; one step at a time. Valid as long as the
+    views' memory stays reserved at its addresses and the weights stay where they are.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        views: Sequence[torch.Tensor],
+        max_batch: int,
+        max_tokens: int,
+        record: Recorder,
+    ) -> None:
+        """`views` as ModelRunner.bind's; no sequence exceeds `max_tokens`. The null block must be
+        backed. Raises UnsupportedModel when the model's decode step cannot be recorded."""
+        self._block_size = views[0].shape[2]
+        self._device = views[0].device
+        self.max_batch = max_batch
+        self.sizes = batch_sizes(max_batch)
+        largest = self.sizes[-1]
+        self._columns = torch.zeros((5, largest), dtype=torch.int64, device=self._device)
+        """Rows as PADDING_ROW: one copy a step fills them all."""
+        max_blocks = -(-max_tokens // self._block_size)
+        self._tables = torch.zeros((largest, max_blocks), dtype=torch.int32, device=self._device)
+        self._rows = torch.arange(largest, device=self._device)
+        self._logits: torch.Tensor | None = None
+        self._replays: dict[int, Work] = {}
+        for size in reversed(self.sizes):
+            self._replays[size] = record(self._work(forward, views, size))
+
+    def holds(self, steps: Sequence[SequenceStep]) -> bool:
+        """Whether `steps` are a decode step of a batch that was recorded."""
+        return len(steps) <= self.max_batch and all(len(step.tokens) == 1 for step in steps)
+
+    def run(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
+        """[len(steps), V] logits, on the device and valid until the next call; the KV is written.
+
+        `steps` is held (see `holds`) and not empty. The work is queued on the current stream.
+        Raises ModelError when a block table does not cover its step; then nothing was written.
+        """
+        size = next(size for size in self.sizes if size >= len(steps))
+        self._fill(steps, size)
+        self._replays[size]()
+        assert self._logits is not None, "the recorder ran nothing"
+        return self._logits[: len(steps)]
+
+    def _work(self, forward: Forward, views: Sequence[torch.Tensor], size: int) -> Work:
+        columns = self._columns[:, :size]
+        step = DecodeStep(
+            input_ids=columns[:1],
+            position_ids=columns[1:2],
+            write_blocks=columns[2],
+            write_slots=columns[3],
+            seq_lens=columns[4],
+            block_tables=self._tables[:size],
+            last_rows=self._rows[:size],
+        )
+        cache = DecodeCache(views, step)
+
+        def work() -> None:
+            logits = forward(step, cache)
+            if self._logits is None:
+                # The first run is of the largest size and precedes every capture.
+                self._logits = torch.empty_like(logits)
+            self._logits[:size].copy_(logits)
+
+        return work
+
+    def _fill(self, steps: Sequence[SequenceStep], size: int) -> None:
+        tables = [blocks_read(step, self._block_size) for step in steps]
+        columns = np.array([PADDING_ROW] * size, dtype=np.int64).T.copy()
+        padded = np.full((len(steps), max(map(len, tables))), NULL_BLOCK, dtype=np.int32)
+        for row, (step, table) in enumerate(zip(steps, tables, strict=True)):
+            slot = step.start % self._block_size
+            columns[:, row] = step.tokens[0], step.start, table[-1], slot, step.end
+            padded[row, : len(table)] = table
+        self._columns[:, :size].copy_(torch.from_numpy(columns))
+        self._tables[: len(steps), : padded.shape[1]].copy_(torch.from_numpy(padded))
+
+
+def batch_sizes(max_batch: int) -> tuple[int, ...]:
+    """Ascending powers of two from the fewest rows that any pass has, and what holds `max_batch`:
+    the last is `max_batch` itself where it is no power of two."""
+    sizes = []
+    size = MIN_ROWS
+    while size < max_batch:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, max(max_batch, MIN_ROWS))
+
+
+class CudaRecorder:
+    """Records work as CUDA graphs of `device` which share one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises ModelError when Triton does not compile for the device here."""
+        try:
+            from kvxfer.model.paged_decode import is_interpreted
+        except ImportError as error:
+            raise ModelError(f"triton cannot be imported: {error}") from error
+        if is_interpreted():
+            raise ModelError("Triton's interpreter is on, and cannot be captured")
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Work) -> Work:
+        """Run `work` twice, then capture it. Replaying queues it on the stream that is current.
+
+        Raises UnsupportedModel when it synchronises with the host.
+        """
+        with torch.cuda.device(self._device):
+            outer = torch.cuda.current_stream()
+            self._stream.wait_stream(outer)
+            with torch.cuda.stream(self._stream):
+                work()
+                with _no_host_synchronisation():
+                    work()
+            outer.wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                work()
+        return graph.replay
+
+
+@contextmanager
+def _no_host_synchronisation() -> Iterator[None]:
+    """Raises UnsupportedModel where the body would wait for the device. Holds process-wide, so
+    nothing else may use torch's CUDA meanwhile."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        # torch warns that the mode, a prototype, does not find everything.
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        except RuntimeError as error:
+            if "synchronizing" not in str(error):
+                raise
+            raise UnsupportedModel("its decode step waits for the GPU") from error
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
