@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from decode.schedule import DecodeRequest, RequestState
 from kvxfer.cache.kv_cache import KVCache
@@ -73,6 +73,7 @@ class Receiver:
         if ready.start == 0:
             self._trace.event("transfer_start", request=request.request_id, lane="pull")
         request.tokens_read = ready.stop
+        request.lease_blocks = ready.lease.blocks
         request.offer_is_final = ready.final
         request.reads_in_flight += 1
 
@@ -91,6 +92,13 @@ class Receiver:
         elif request.offer_is_final and request.reads_in_flight == 0:
             assert request.prefill is not None
             self._peers.send(request.prefill.key, Taken(request.request_id, request.grant_id))
+
+    def revoked(self, requests: Iterable[DecodeRequest], peer: Peer, lowest: int) -> None:
+        """`peer` takes its blocks from `lowest` on back: reads of them prove nothing any more."""
+        for request in list(requests):
+            is_read = request.prefill is peer and request.state is RequestState.GRANTED
+            if is_read and any(block >= lowest for block in request.lease_blocks):
+                self.on_failed(request, f"{peer.name} revoked memory that it had leased")
 
     def prove_pulled(self, request: DecodeRequest, confirmed: Confirmed) -> None:
         """Raises WireError unless everything was read under the lease that is confirmed."""

@@ -49,6 +49,7 @@ class DecodeRequest:
     reads_in_flight: int = 0
     tokens_read: int = 0
     """Pull: tokens [0, tokens_read) were offered and their reads submitted."""
+    lease_blocks: list[int] = field(default_factory=list)
     offer_is_final: bool = False
     writer_ended: bool = False
     """Prefill said, or was fenced so, that it writes nothing more for this request."""
@@ -78,6 +79,14 @@ class DecodeRequest:
                 f"request {self.request_id}: word of a {direction} in state {self.state.name}, "
                 f"where the lane is {self.prefill.direction}"
             )
+
+    def why_hopeless(self, now_s: float, refusal: str) -> str:
+        """Why to give it up now, or ''; `refusal` is why no prompt is taken at present."""
+        if self.state is RequestState.WAITING and refusal:
+            return refusal
+        has_deadline = self.state in (RequestState.WAITING, RequestState.GRANTED)
+        is_late = has_deadline and now_s > self.deadline_s
+        return f"deadline passed in state {self.state.name}" if is_late else ""
 
     def next_step(self) -> SequenceStep:
         """Compute the KV of the newest token and the token after it."""

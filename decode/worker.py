@@ -56,6 +56,7 @@ class DecodeWorker:
         parts.peers.on_ready = self._on_peer_ready
         parts.peers.on_lost = self._on_peer_lost
         parts.peers.on_fenced = self._on_fenced
+        parts.peers.on_revoked = partial(self._receiver.revoked, self._requests.values())
         parts.growth.on_settled = self._admit
 
     # --- the router's messages ----------------------------------------------------------------
@@ -63,7 +64,7 @@ class DecodeWorker:
     def _on_generate(self, key: str, generate: Generate) -> None:
         deadline_s = time.monotonic() + self._parts.options.request_timeout_s
         request = DecodeRequest(generate, key, deadline_s)
-        problem = why_not(generate, self._parts.engine)
+        problem = self._parts.residency.refusal or why_not(generate, self._parts.engine)
         if request.request_id in self._requests:
             problem = f"request_id: {request.request_id!r} is in use"
         if problem:
@@ -286,11 +287,11 @@ class DecodeWorker:
                 self._writer_over(request)
 
     def tick(self) -> None:
-        now = time.monotonic()
+        now, refusal = time.monotonic(), self._parts.residency.refusal
         for request in list(self._requests.values()):
-            due = request.state in (RequestState.WAITING, RequestState.GRANTED)
-            if due and now > request.deadline_s:
-                self._fail(request, f"deadline passed in state {request.state.name}")
+            hopeless = request.why_hopeless(now, refusal)
+            if hopeless:
+                self._fail(request, hopeless)
         self._parts.transfer.serving = bool(self._requests)
 
     def status(self) -> dict[str, int | float | str]:

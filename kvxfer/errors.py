@@ -7,7 +7,11 @@ KvxferError                    exit code 1
 │   └── DriverTooOld           ... or would: this version is known to be broken
 ├── CacheError                 the KV cache cannot do what was asked
 │   ├── CapacityExceeded       more than the reservation can ever hold
-│   └── NoFreeBlocks           not now, maybe later
+│   ├── NoFreeBlocks           not now, maybe later
+│   ├── BlocksInUse            not below these: somebody holds them, or may still touch them
+│   ├── CacheSleeps            it has no memory now: wake it first
+│   ├── CacheAwake             it has its memory already
+│   └── MemoryPinned           a lost peer may still reach memory that was to be released
 ├── TransferError              KV could not be moved
 │   ├── RegionError            bytes outside the registered ranges
 │   ├── PlanError              two caches that no plan connects
@@ -87,6 +91,32 @@ class CapacityExceeded(CacheError):
 
 
 class NoFreeBlocks(CacheError):
+    pass
+
+
+class BlocksInUse(CacheError):
+    """The bound cannot be lowered to `num_blocks`: `used` and `quarantined` blocks lie above."""
+
+    def __init__(self, num_blocks: int, used: int, quarantined: int, highest: int) -> None:
+        super().__init__(
+            f"cannot shrink to {num_blocks} blocks: above are {used} used and {quarantined} "
+            f"quarantined ones, block {highest} the highest"
+        )
+        self.num_blocks = num_blocks
+        self.used = used
+        self.quarantined = quarantined
+        self.highest = highest
+
+
+class CacheSleeps(CacheError):
+    pass
+
+
+class CacheAwake(CacheError):
+    pass
+
+
+class MemoryPinned(CacheError):
     pass
 
 

@@ -48,6 +48,7 @@ class PrefillWorker:
             Abort: self._on_abort,
         }
         parts.peers.on_lost = self._on_peer_lost
+        parts.peers.on_revoked = self._on_revoked
         parts.growth.on_settled = self._pump
 
     # --- messages -----------------------------------------------------------------------------
@@ -72,6 +73,8 @@ class PrefillWorker:
         num_tokens = len(request.tokens)
         spec = engine.cache.geometry.spec
         assert peer.facts is not None
+        if self._parts.residency.refusal:
+            return self._parts.residency.refusal
         if not 0 < num_tokens <= engine.max_model_len:
             return f"prompt of {num_tokens} tokens: this worker takes 1 to {engine.max_model_len}"
         if not all(0 <= token < engine.info.vocab_size for token in request.tokens):
@@ -115,6 +118,11 @@ class PrefillWorker:
     def _on_peer_lost(self, peer: Peer, reason: str) -> None:
         for job in [job for job in self._jobs.values() if job.peer is peer]:
             self._give_up(job, f"{peer.name} is lost: {reason}")
+
+    def _on_revoked(self, peer: Peer, lowest: int) -> None:
+        for job in [job for job in self._jobs.values() if job.peer is peer]:
+            if any(block >= lowest for block in job.request.grant.blocks):
+                self._give_up(job, f"{peer.name} revoked memory that it had granted")
 
     # --- work ---------------------------------------------------------------------------------
 
@@ -184,9 +192,11 @@ class PrefillWorker:
         self._pump()
 
     def tick(self) -> None:
-        now = time.monotonic()
-        for job in [job for job in self._jobs.values() if now > job.deadline_s]:
-            if job.state is not JobState.ENDING:
+        now, refusal = time.monotonic(), self._parts.residency.refusal
+        for job in list(self._jobs.values()):
+            if job.state is JobState.WAITING and refusal:
+                self._give_up(job, refusal)
+            elif now > job.deadline_s and job.state is not JobState.ENDING:
                 self._give_up(job, f"deadline passed in state {job.state.name}")
         self._parts.transfer.serving = bool(self._jobs)
 

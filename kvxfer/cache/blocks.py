@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kvxfer.errors import CacheError, NoFreeBlocks
+from kvxfer.errors import BlocksInUse, CacheError, NoFreeBlocks
 
 NULL_BLOCK = 0
 """Committed, never granted: padding writes go there."""
@@ -21,6 +21,7 @@ class BlockCounts:
     """Blocks by state; at any time free + used + quarantined + null == total."""
 
     free: int
+    """Held by nobody, withheld or not."""
     used: int
     """Held by at least one caller, in quarantine as well or not."""
     quarantined: int
@@ -45,6 +46,8 @@ class BlockAllocator:
             raise CacheError(f"a cache of {num_blocks} blocks has no room for the null block")
         self._num_blocks = num_blocks
         self._free = list(range(NULL_BLOCK + 1, num_blocks))  # ascending, so it is a heap
+        self._withheld: list[int] = []
+        self._limit = num_blocks
         self._held: Counter[int] = Counter()
         self._quarantined: Counter[int] = Counter()
 
@@ -55,11 +58,12 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
+        """Blocks that may be granted."""
         return len(self._free)
 
     def counts(self) -> BlockCounts:
         return BlockCounts(
-            free=len(self._free),
+            free=len(self._free) + len(self._withheld),
             used=len(self._held),
             quarantined=len(self._quarantined.keys() - self._held.keys()),
             null=1,
@@ -72,6 +76,34 @@ class BlockAllocator:
             raise CacheError(f"the bound is {self._num_blocks} blocks, not lowered to {num_blocks}")
         # Larger than all that are in it, and ascending: the list stays a heap.
         self._free.extend(range(self._num_blocks, num_blocks))
+        self._num_blocks = num_blocks
+        self.withhold(num_blocks)
+
+    def withhold(self, limit: int) -> None:
+        """Grant only blocks below `limit` from now on; it ends with a limit of `num_blocks`."""
+        free = sorted(self._free + self._withheld)
+        self._limit = limit
+        self._free = [block for block in free if block < limit]
+        self._withheld = [block for block in free if block >= limit]
+
+    def check_unused(self, num_blocks: int) -> None:
+        """Raise BlocksInUse while a block at or above `num_blocks` is used or quarantined."""
+        used = {block for block in self._held if block >= num_blocks}
+        quarantined = {block for block in self._quarantined if block >= num_blocks} - used
+        if used or quarantined:
+            highest = max(used | quarantined)
+            raise BlocksInUse(num_blocks, len(used), len(quarantined), highest)
+
+    def lower(self, num_blocks: int) -> None:
+        """Lower the bound to `num_blocks`: the ids from there on exist no more.
+
+        Raises BlocksInUse while one of them is used or quarantined.
+        """
+        if not NULL_BLOCK < num_blocks <= self._num_blocks:
+            raise CacheError(f"the bound is {self._num_blocks} blocks, not raised to {num_blocks}")
+        self.check_unused(num_blocks)
+        self.withhold(num_blocks)
+        self._withheld = []
         self._num_blocks = num_blocks
 
     def can_allocate(self, n: int) -> bool:
@@ -120,7 +152,8 @@ class BlockAllocator:
         found = counts.free + counts.used + counts.quarantined + counts.null
         if found != counts.total:
             raise CacheError(f"{found} blocks are accounted for, not {counts.total}: {counts}")
-        owned = set(self._free) | self._held.keys() | self._quarantined.keys() | {NULL_BLOCK}
+        free = {*self._free, *self._withheld}
+        owned = free | self._held.keys() | self._quarantined.keys() | {NULL_BLOCK}
         if owned != set(range(self._num_blocks)):
             # The sum is right all the same, so some block was counted twice.
             astray = sorted(owned ^ set(range(self._num_blocks)))
@@ -134,7 +167,10 @@ class BlockAllocator:
             if not owner[block]:
                 del owner[block]
             if block not in self._held and block not in self._quarantined:
-                heapq.heappush(self._free, block)
+                if block < self._limit:
+                    heapq.heappush(self._free, block)
+                else:
+                    self._withheld.append(block)
 
 
 def _check_holds(owner: Mapping[int, int], wanted: Mapping[int, int], verb: str) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import zmq
 
-from kvxfer.control.messages import MAX_MESSAGE_BYTES, Message, decode, encode
+from kvxfer.control.messages import Message
+from kvxfer.control.wire import MAX_MESSAGE_BYTES, decode, encode
 from kvxfer.errors import ControlError, UsageError, WireError
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""All bytes on the wire: typed messages, msgpack, bounded. No pickle, no strings to split.
+"""Every message that travels between processes; `control.wire` turns them into bytes and back.
 
 | from → to         | message              | when |
 | ---               | ---                  | --- |
@@ -7,6 +7,8 @@
 | any peer          | Heartbeat, Goodbye   | all the time; when it leaves on purpose |
 | owner → peers     | RegionsUpdate        | its cache grew |
 | peer → owner      | RegionsAck           | the new ranges can be used |
+| owner → peers     | RegionsRevoke        | part of its cache is about to go |
+| peer → owner      | RegionsRevoked       | nothing of it will be touched any more |
 | router → decode   | Generate, Cancel     | a prompt; the client left |
 | decode → router   | Token, Finished      | each token; exactly one end |
 | decode → prefill  | PrefillRequest       | blocks are granted |
@@ -16,27 +18,30 @@
 | decode → prefill  | Abort                | the request is given up |
 | prefill → decode  | Failed, Aborted      | nothing more will be written |
 | any → worker      | StatusQuery / Status | a look inside |
+| router → worker   | Shrink, Sleep,       | what shall become of its cache; |
+|                   | WakeUp, Defragment   | each is answered by a CacheState |
 
 Promised for all versions: Hello is a map with `type` and `wire_version`, Reject keeps its fields.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from kvxfer.cache.layout import CacheGeometry
-from kvxfer.errors import KvxferError, WireError
+from kvxfer.control.cache_messages import (
+    CacheState,
+    Defragment,
+    RegionsRevoke,
+    RegionsRevoked,
+    Shrink,
+    Sleep,
+    WakeUp,
+    WireStruct,
+)
 from kvxfer.transfer.regions import Region
 
 WIRE_VERSION = 1
-MAX_MESSAGE_BYTES = 16 << 20
-"""A Hello with 100,000 regions is about 6 MB."""
-
-
-class _Message(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
-    pass
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,40 +65,40 @@ class WorkerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The connector's sealed description of the agent and of `regions`."""
 
 
-class Hello(_Message, frozen=True):
+class Hello(WireStruct, frozen=True):
     wire_version: int
     facts: WorkerFacts | None
     """None from a router, which sends no KV."""
 
 
-class Welcome(_Message, frozen=True):
+class Welcome(WireStruct, frozen=True):
     wire_version: int
     facts: WorkerFacts
     direction: str
     """push or pull: what `choose_direction` makes of both sides' facts."""
 
 
-class Reject(_Message, frozen=True):
+class Reject(WireStruct, frozen=True):
     field: str
     ours: str
     theirs: str
 
 
-class Heartbeat(_Message, frozen=True):
+class Heartbeat(WireStruct, frozen=True):
     pass
 
 
-class Goodbye(_Message, frozen=True):
+class Goodbye(WireStruct, frozen=True):
     reason: str
 
 
-class RegionsUpdate(_Message, frozen=True):
+class RegionsUpdate(WireStruct, frozen=True):
     generation: int
     regions: list[Region]
     description: bytes
 
 
-class RegionsAck(_Message, frozen=True):
+class RegionsAck(WireStruct, frozen=True):
     generation: int
 
 
@@ -117,7 +122,7 @@ class TransferStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     end_ns: int = 0
 
 
-class Generate(_Message, frozen=True):
+class Generate(WireStruct, frozen=True):
     request_id: str
     tokens: list[int]
     max_new_tokens: int
@@ -129,18 +134,18 @@ class Generate(_Message, frozen=True):
     """Send the digest of each prompt block with Finished."""
 
 
-class Cancel(_Message, frozen=True):
+class Cancel(WireStruct, frozen=True):
     request_id: str
 
 
-class Token(_Message, frozen=True):
+class Token(WireStruct, frozen=True):
     request_id: str
     index: int
     """0 for the first generated token."""
     token: int
 
 
-class Finished(_Message, frozen=True):
+class Finished(WireStruct, frozen=True):
     request_id: str
     reason: str
     """stop, length, cancelled or error."""
@@ -166,14 +171,14 @@ class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeout_s: float
 
 
-class PrefillRequest(_Message, frozen=True):
+class PrefillRequest(WireStruct, frozen=True):
     request_id: str
     tokens: list[int]
     sampling: Sampling
     grant: Grant
 
 
-class Ready(_Message, frozen=True):
+class Ready(WireStruct, frozen=True):
     """Pull: the KV of tokens [start, stop) is there; `final` says that no more will come."""
 
     request_id: str
@@ -183,12 +188,12 @@ class Ready(_Message, frozen=True):
     final: bool
 
 
-class Taken(_Message, frozen=True):
+class Taken(WireStruct, frozen=True):
     request_id: str
     lease_id: str
 
 
-class Confirmed(_Message, frozen=True):
+class Confirmed(WireStruct, frozen=True):
     """The lease was never broken: what was read is valid."""
 
     request_id: str
@@ -196,7 +201,7 @@ class Confirmed(_Message, frozen=True):
     first_token: int
 
 
-class Done(_Message, frozen=True):
+class Done(WireStruct, frozen=True):
     """Push: every write of tokens [0, num_tokens) of all `num_layers` layers is visible."""
 
     request_id: str
@@ -207,7 +212,7 @@ class Done(_Message, frozen=True):
     transfer: TransferStats
 
 
-class Abort(_Message, frozen=True):
+class Abort(WireStruct, frozen=True):
     """Decode gives a grant up; on pull its reads have ended."""
 
     request_id: str
@@ -216,14 +221,14 @@ class Abort(_Message, frozen=True):
     reason: str
 
 
-class Aborted(_Message, frozen=True):
+class Aborted(WireStruct, frozen=True):
     """Prefill will write nothing more under the grant."""
 
     request_id: str
     grant_id: str
 
 
-class Failed(_Message, frozen=True):
+class Failed(WireStruct, frozen=True):
     """Prefill cannot serve the request and will write nothing more under the grant."""
 
     request_id: str
@@ -231,11 +236,11 @@ class Failed(_Message, frozen=True):
     reason: str
 
 
-class StatusQuery(_Message, frozen=True):
+class StatusQuery(WireStruct, frozen=True):
     pass
 
 
-class Status(_Message, frozen=True):
+class Status(WireStruct, frozen=True):
     worker_id: str
     values: dict[str, int | float | str]
 
@@ -248,6 +253,8 @@ Message = (
     | Goodbye
     | RegionsUpdate
     | RegionsAck
+    | RegionsRevoke
+    | RegionsRevoked
     | Generate
     | Cancel
     | Token
@@ -262,51 +269,9 @@ Message = (
     | Failed
     | StatusQuery
     | Status
+    | Shrink
+    | Sleep
+    | WakeUp
+    | Defragment
+    | CacheState
 )
-
-
-class _AnyHello(msgspec.Struct, tag="Hello"):
-    """What every version's Hello has."""
-
-    wire_version: int
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)
-_any_hello = msgspec.msgpack.Decoder(_AnyHello)
-
-
-def encode(message: Message) -> bytes:
-    """Raises WireError for a message larger than what a receiver takes."""
-    data = _encoder.encode(message)
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise WireError(
-            f"{type(message).__name__} of {len(data)} bytes is larger than {MAX_MESSAGE_BYTES}"
-        )
-    return data
-
-
-def decode(data: bytes) -> Message:
-    """Raises WireError on anything that is not exactly one well-formed message of this version.
-
-    A Hello of another version decodes to a Hello without facts, so that it can be refused by name.
-    """
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise WireError(f"message of {len(data)} bytes is larger than {MAX_MESSAGE_BYTES}")
-    try:
-        message: Message = _decoder.decode(data)
-        return message
-    except (msgspec.MsgspecError, KvxferError, RecursionError, OverflowError) as error:
-        version = _other_version(data)
-        if version is not None:
-            return Hello(wire_version=version, facts=None)
-        raise WireError(f"not a message of wire version {WIRE_VERSION}: {error}") from error
-
-
-def _other_version(data: bytes) -> int | None:
-    """The version of a Hello that is not ours, else None."""
-    try:
-        version = _any_hello.decode(data).wire_version
-    except (msgspec.MsgspecError, RecursionError):
-        return None
-    return version if version != WIRE_VERSION else None

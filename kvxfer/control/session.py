@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvxfer.cache.layout import MAX_ADDRESSES
+from kvxfer.control.cache_messages import RegionsRevoke
 from kvxfer.control.messages import RegionsUpdate, WorkerFacts
 from kvxfer.errors import HandshakeRejected, WireError
 from kvxfer.transfer.connector import Direction
@@ -47,6 +48,12 @@ class Peer:
     def name(self) -> str:
         return self.facts.worker_id if self.facts else self.key
 
+    @property
+    def knows_us(self) -> bool:
+        """Whether it knows, or is about to know, what we have registered."""
+        greeted = self.state is PeerState.GREETING and self.hello_sent_s > 0
+        return greeted or (self.state is PeerState.READY and self.facts is not None)
+
     def learn(self, facts: WorkerFacts, direction: Direction) -> None:
         """Take over what Hello or Welcome said. Raises RegionError or WireError on bad regions."""
         if not 0 <= facts.base_address < MAX_ADDRESSES:
@@ -67,6 +74,18 @@ class Peer:
                 f"follow {self.regions.generation}"
             )
         self.regions = self.regions.add(update.regions)
+
+    def drop(self, revoke: RegionsRevoke) -> int:
+        """Remove revoked regions; returns the lowest block that may lie in one of them. Raises
+        RegionError for regions that the peer does not have."""
+        assert self.facts is not None
+        self.regions = self.regions.remove(revoke.regions)
+        geometry = self.facts.geometry
+        stride = geometry.segment_stride_bytes
+        starts = [region.offset % stride for region in revoke.regions]
+        if any(region.offset // stride != (region.end - 1) // stride for region in revoke.regions):
+            return 0  # no chunk of ours reaches from one segment into another
+        return min(starts, default=stride) // geometry.segment_block_bytes
 
 
 def _check_inside(facts: WorkerFacts, regions: Sequence[Region]) -> None:

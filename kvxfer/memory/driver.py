@@ -31,6 +31,8 @@ class VmmDriver(ABC):
     """What torch calls the device the memory is on: 'cpu' or 'cuda:0'."""
     granularity: int
     """Every address and size below is a multiple of this many bytes."""
+    can_retire: bool = False
+    """Whether `retire` works here."""
 
     @abstractmethod
     def reserve(self, size_bytes: int) -> int:
@@ -50,6 +52,18 @@ class VmmDriver(ABC):
 
         The caller has made sure that nothing, local or remote, still uses the range.
         """
+
+    def retire(self, address: int, size_bytes: int, handle: int) -> None:
+        """`decommit` a chunk that a lost peer may still reach: its memory goes, but the addresses
+        do not fault. What is written there is thrown away, until `bury` or the next `commit`.
+
+        Only where `can_retire`.
+        """
+        raise NotImplementedError(f"{self.name} cannot retire memory")
+
+    def bury(self, address: int, size_bytes: int) -> None:
+        """Have retired addresses fault again: nobody can reach them any more."""
+        raise NotImplementedError(f"{self.name} cannot retire memory")
 
     @abstractmethod
     def export(self, handle: int) -> int:

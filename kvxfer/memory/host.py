@@ -6,6 +6,8 @@ Facts this file relies on (Linux 6.18, x86-64; run by hand and by tests/memory):
   where there are none; without it the first touch of a page that cannot be had is a SIGBUS.
 - A MAP_FIXED mmap replaces what was there in one step. It is refused (ENOMEM) before it changes
   anything when the process holds vm.max_map_count mappings; each chunk is one mapping.
+- A private, anonymous, MAP_NORESERVE mapping costs nothing until it is written to (reads find one
+  shared page of zeros), so throw-away pages under retired addresses are free while nobody writes.
 - MADV_DONTNEED keeps the pages of a shared memfd; they go with the last mapping and descriptor.
 - memfds are not bounded by the size of /dev/shm, and F_SEAL_SHRINK keeps anyone, the exporter
   too, from cutting one short under a peer that has it mapped (which would be a SIGBUS there).
@@ -92,6 +94,7 @@ class HostDriver(VmmDriver):
 
     name = "host"
     device = "cpu"
+    can_retire = True
 
     def __init__(self, granularity: int = DEFAULT_GRANULARITY) -> None:
         if granularity < mmap.PAGESIZE or granularity & (granularity - 1):
@@ -125,13 +128,14 @@ class HostDriver(VmmDriver):
         return fd
 
     def decommit(self, address: int, size_bytes: int, handle: int) -> None:
-        reservation = self._reservation("decommit", address, size_bytes)
-        if reservation.chunks.get(address) != (size_bytes, handle):
-            raise _refused("decommit", address, size_bytes, f"no chunk with handle {handle}")
+        self._unmap("decommit", address, size_bytes, handle, _PROT_NONE)
+
+    def retire(self, address: int, size_bytes: int, handle: int) -> None:
+        self._unmap("retire", address, size_bytes, handle, _READ_WRITE)
+
+    def bury(self, address: int, size_bytes: int) -> None:
+        self._vacancy("bury", address, size_bytes)
         _mmap(address, size_bytes, _PROT_NONE, _UNBACKED | _MAP_FIXED, -1)
-        reservation.remove(address)
-        with _translated("close"):
-            os.close(handle)
 
     def export(self, handle: int) -> int:
         with _translated("dup"):
@@ -167,6 +171,18 @@ class HostDriver(VmmDriver):
     def memory_info(self) -> MemoryInfo:
         with _translated("memory_info"):
             return self._memory.measure()
+
+    def _unmap(
+        self, call: str, address: int, size_bytes: int, handle: int, protection: int
+    ) -> None:
+        """Put unbacked addresses in the place of a chunk, and release it."""
+        reservation = self._reservation(call, address, size_bytes)
+        if reservation.chunks.get(address) != (size_bytes, handle):
+            raise _refused(call, address, size_bytes, f"no chunk with handle {handle}")
+        _mmap(address, size_bytes, protection, _UNBACKED | _MAP_FIXED, -1)
+        reservation.remove(address)
+        with _translated("close"):
+            os.close(handle)
 
     def _new_memfd(self, size_bytes: int) -> int:
         """A memfd of `size_bytes` allocated and sealed bytes, or nothing."""

@@ -8,29 +8,22 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple
 
-from kvxfer.errors import CacheError, CapacityExceeded, DriverError
+from kvxfer.errors import CacheError, CapacityExceeded, DriverError, OutOfMemory
 from kvxfer.memory.driver import VmmDriver
+from kvxfer.memory.ranges import Range, merged, without
 
 LARGEST_CHUNK = 64 * 1024 * 1024
 """On a GPU 64 MiB chunks commit about as fast per byte as any, 2 MiB chunks 30 to 50 times slower
 (measured on an H200, driver 580: 970-1,050 GiB/s against 21-38)."""
 
-
-class Range(NamedTuple):
-    """Bytes [offset, offset + size) of a buffer."""
-
-    offset: int
-    size: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.size
+Copy = Callable[[int, int, int], None]
+"""Copies (to address, from address, size in bytes), and is done with it when it returns."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -63,8 +56,9 @@ class VirtualBuffer:
             raise CacheError(f"size {size_bytes} is no positive multiple of {granularity}")
         self.size_bytes = size_bytes
         self._driver = driver
-        self._largest_chunk_bytes = largest_chunk_bytes
+        self.largest_chunk_bytes = largest_chunk_bytes
         self._base: int | None = driver.reserve(size_bytes)
+        self._tombstones: tuple[Range, ...] = ()
         self._set_chunks(())
 
     @property
@@ -88,6 +82,15 @@ class VirtualBuffer:
         """What the chunks cover, neighbours merged: sorted, disjoint, with gaps between."""
         return self._committed
 
+    @property
+    def tombstones(self) -> tuple[Range, ...]:
+        """Uncommitted bytes that do not fault: what is written there is thrown away."""
+        return self._tombstones
+
+    @property
+    def can_retire(self) -> bool:
+        return self._driver.can_retire
+
     def commit(self, ranges: Sequence[tuple[int, int]]) -> tuple[Chunk, ...]:
         """Back all of `ranges`, (offset, size) each and so far uncommitted, or none of them.
 
@@ -106,6 +109,7 @@ class VirtualBuffer:
                 made.append(chunk)
             undo.pop_all()
         self._set_chunks((*self._chunks, *made))
+        self._tombstones = without(self._tombstones, pieces)
         return tuple(made)
 
     def decommit(self, chunks: Iterable[Chunk]) -> None:
@@ -115,19 +119,60 @@ class VirtualBuffer:
         with nothing changed, for a chunk that is not one of `self.chunks`. After a DriverError
         the chunks already released are gone from `self.chunks`, the others still there.
         """
-        base = self.base_address
-        doomed = list(chunks)
-        if len(set(doomed)) != len(doomed):
-            raise CacheError("the same chunk is given twice")
-        for chunk in doomed:
-            self._check_owned(chunk)
-        gone: set[Chunk] = set()
+        self._dispose(self._driver.decommit, chunks)
+
+    def retire(self, chunks: Iterable[Chunk]) -> None:
+        """`decommit` chunks that a lost peer may still reach: they become tombstones.
+
+        Only where `can_retire`.
+        """
+        before = self._chunks
         try:
-            for chunk in doomed:
-                self._driver.decommit(base + chunk.offset, chunk.size, chunk.handle)
-                gone.add(chunk)
+            self._dispose(self._driver.retire, chunks)
         finally:
-            self._set_chunks(chunk for chunk in self._chunks if chunk not in gone)
+            gone = set(before).difference(self._chunks)
+            tombs = (Range(chunk.offset, chunk.size) for chunk in gone)
+            self._tombstones = merged((*self._tombstones, *tombs))
+
+    def bury(self) -> None:
+        """Have the tombstones fault again: nobody can reach them any more."""
+        while self._tombstones:
+            tomb = self._tombstones[0]
+            self._driver.bury(self.base_address + tomb.offset, tomb.size)
+            self._tombstones = self._tombstones[1:]
+
+    def merge(self, chunks: Sequence[Chunk], copy: Copy) -> Chunk:
+        """Replace neighbours by one chunk with the same contents; returns it.
+
+        Nothing, local or remote, uses them meanwhile. As much physical memory again is needed for
+        the time of the copy. Raises CacheError for chunks that are no neighbours here, OutOfMemory
+        or DriverError from the driver: memory and contents are then as they were, though handles
+        may have changed. (Should the driver refuse the undoing too, its error is raised and what
+        could not be mapped again is no longer listed.)
+        """
+        old = sorted(chunks)
+        for chunk in old:
+            self._check_owned(chunk)
+        if not old or any(a.end != b.offset for a, b in itertools.pairwise(old)):
+            raise CacheError("only neighbouring chunks can be merged")
+        offset, size = old[0].offset, old[-1].end - old[0].offset
+        free = self._driver.memory_info().free_bytes
+        if size > free:
+            raise OutOfMemory("merge", 0, size, free)
+        address = self.base_address + offset
+        with ExitStack() as done:
+            twin = self._driver.reserve(size)
+            done.callback(self._driver.free, twin, size)
+            spares = [self._map_twice(done, chunk, twin - offset) for chunk in old]
+            with ExitStack() as undo:
+                for chunk, spare in zip(old, spares, strict=True):
+                    self.decommit([chunk])
+                    undo.callback(self._map_again, chunk, spare)
+                handle = self._driver.commit(address, size)
+                undo.pop_all()
+            self._set_chunks((*self._chunks, Chunk(offset, size, handle)))
+            copy(address, twin, size)
+        return Chunk(offset, size, handle)
 
     def release_physical(self) -> None:
         """Release every chunk; addresses, and tensors over them, stay as they are."""
@@ -178,10 +223,37 @@ class VirtualBuffer:
         """One entry for each chunk to be made."""
         pieces: list[Range] = []
         for offset, size in ranges:
-            for piece in chunk_sizes(size, self._driver.granularity, self._largest_chunk_bytes):
+            for piece in chunk_sizes(size, self._driver.granularity, self.largest_chunk_bytes):
                 pieces.append(Range(offset, piece))
                 offset += piece
         return pieces
+
+    def _dispose(self, dispose: Callable[[int, int, int], None], chunks: Iterable[Chunk]) -> None:
+        base = self.base_address
+        doomed = list(chunks)
+        if len(set(doomed)) != len(doomed):
+            raise CacheError("the same chunk is given twice")
+        for chunk in doomed:
+            self._check_owned(chunk)
+        gone: set[Chunk] = set()
+        try:
+            for chunk in doomed:
+                dispose(base + chunk.offset, chunk.size, chunk.handle)
+                gone.add(chunk)
+        finally:
+            self._set_chunks(chunk for chunk in self._chunks if chunk not in gone)
+
+    def _map_twice(self, undo: ExitStack, chunk: Chunk, base: int) -> int:
+        """A descriptor of `chunk`, which is mapped relative to `base` too, until `undo`."""
+        spare = self._driver.export(chunk.handle)
+        undo.callback(os.close, spare)
+        handle = self._driver.import_(spare, base + chunk.offset, chunk.size)
+        undo.callback(self._driver.decommit, base + chunk.offset, chunk.size, handle)
+        return spare
+
+    def _map_again(self, chunk: Chunk, spare: int) -> None:
+        handle = self._driver.import_(spare, self.base_address + chunk.offset, chunk.size)
+        self._set_chunks((*self._chunks, Chunk(chunk.offset, chunk.size, handle)))
 
     def _undo_commit(self, chunk: Chunk) -> None:
         """Release a chunk that is not listed yet; if that fails, list it: it keeps its owner."""
@@ -198,7 +270,7 @@ class VirtualBuffer:
 
     def _set_chunks(self, chunks: Iterable[Chunk]) -> None:
         self._chunks = tuple(sorted(chunks))
-        self._committed = _merged(self._chunks)
+        self._committed = merged(Range(chunk.offset, chunk.size) for chunk in self._chunks)
 
 
 def chunk_sizes(size: int, granularity: int, largest: int = LARGEST_CHUNK) -> list[int]:
@@ -216,14 +288,3 @@ def chunk_sizes(size: int, granularity: int, largest: int = LARGEST_CHUNK) -> li
         sizes += [piece] * count
         piece //= 2
     return sizes
-
-
-def _merged(chunks: Iterable[Chunk]) -> tuple[Range, ...]:
-    """The ranges that sorted, disjoint `chunks` cover."""
-    ranges: list[Range] = []
-    for chunk in chunks:
-        if ranges and ranges[-1].end == chunk.offset:
-            ranges[-1] = Range(ranges[-1].offset, ranges[-1].size + chunk.size)
-        else:
-            ranges.append(Range(chunk.offset, chunk.size))
-    return tuple(ranges)

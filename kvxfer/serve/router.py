@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvxfer.control.cache_messages import CacheState, Defragment, Shrink, Sleep, WakeUp
 from kvxfer.control.channel import Channel, Letter
 from kvxfer.control.messages import (
     WIRE_VERSION,
@@ -75,6 +76,7 @@ class Router:
         self._backends: dict[str, Backend] = {}
         self._completions: dict[str, Completion] = {}
         self._statuses: dict[str, Status] = {}
+        self._cache_states: dict[str, CacheState] = {}
         self._next_beat_s = 0.0
 
     def connect(self, addresses: Sequence[str], timeout_s: float) -> list[Backend]:
@@ -133,6 +135,19 @@ class Router:
             self.poll(0.005)
         return self._statuses[backend.key]
 
+    def manage(
+        self, backend: Backend, request: Shrink | Sleep | WakeUp | Defragment, timeout_s: float
+    ) -> CacheState:
+        """What a worker's cache became. Raises DeadlineExceeded; the worker goes on with it."""
+        self._cache_states.pop(backend.key, None)
+        self._channel.send(backend.key, request)
+        deadline_s = time.monotonic() + timeout_s
+        while backend.key not in self._cache_states:
+            if time.monotonic() > deadline_s:
+                raise DeadlineExceeded(f"{backend.key}: no answer to {type(request).__name__}")
+            self.poll(0.005)
+        return self._cache_states[backend.key]
+
     def poll(self, timeout_s: float) -> None:
         """Take in what arrived, stay alive towards the workers, notice those that died."""
         for letter in self._channel.poll(timeout_s):
@@ -181,6 +196,8 @@ class Router:
                 backend.facts = facts
             case Status():
                 self._statuses[letter.peer] = message
+            case CacheState():
+                self._cache_states[letter.peer] = message
             case Reject(field=name, ours=ours, theirs=theirs):
                 raise HandshakeRejected(name, ours, theirs)
             case Goodbye(reason=reason):

@@ -72,6 +72,8 @@ class Connector(ABC):
     def connect(self, peer: str, base_address: int, description: bytes) -> None:
         """Learn a peer's agent, or more regions of one that is known already (additive).
 
+        Regions that a peer revoked are forgotten by `disconnect` and a new `connect`.
+
         `base_address` is the peer's MemoryWindow's. A damaged description raises ConnectorError
         and changes nothing.
         """

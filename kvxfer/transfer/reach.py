@@ -104,10 +104,10 @@ def check_registered(registered: RegionSet, regions: Iterable[Region]) -> None:
 
 def shrink(registered: RegionSet, regions: Iterable[Region]) -> RegionSet:
     """`registered` without `regions`, which must all be in it (else ConnectorError)."""
-    gone = set(regions)
-    check_registered(registered, gone)
-    left = tuple(region for region in registered.regions if region not in gone)
-    return RegionSet(left, registered.generation)
+    try:
+        return registered.remove(regions)
+    except RegionError as error:
+        raise ConnectorError(str(error)) from error
 
 
 def check_plan(

@@ -50,6 +50,15 @@ class RegionSet:
         """A new set with `regions` too, one generation on. Raises RegionError on an overlap."""
         return RegionSet(tuple(sorted((*self.regions, *regions))), self.generation + 1)
 
+    def remove(self, regions: Iterable[Region]) -> RegionSet:
+        """A new set without `regions`, of the same generation. Raises RegionError for one that is
+        not in it just so."""
+        gone = set(regions)
+        unknown = sorted(gone.difference(self.regions))
+        if unknown:
+            raise RegionError(f"{unknown[0]} is not registered ({len(unknown)} such)")
+        return RegionSet(tuple(r for r in self.regions if r not in gone), self.generation)
+
     @property
     def total_bytes(self) -> int:
         return sum(region.size for region in self.regions)

@@ -19,6 +19,7 @@ from kvxfer.worker.loop import ControlLoop, Role
 from kvxfer.worker.mailbox import Mailbox
 from kvxfer.worker.peers import PeerTable
 from kvxfer.worker.process import Announcer, handle_signals
+from kvxfer.worker.residency import Residency, ResidencyState
 from kvxfer.worker.transfer_thread import TransferThread
 from kvxfer.worker.work_thread import Report, WorkThread
 
@@ -35,6 +36,7 @@ class WorkerParts:
     options: WorkerOptions
     engine: Engine
     growth: CacheGrowth
+    residency: Residency
     peers: PeerTable
     transfer: TransferThread
     model: WorkThread
@@ -50,6 +52,9 @@ class WorkerParts:
             "generation": self.growth.regions.generation,
             "regions": len(self.growth.regions.regions),
             "base_address": cache.buffer.base_address,
+            "revocations": self.residency.epoch,
+            "is_sleeping": int(self.residency.state is ResidencyState.ASLEEP),
+            "tombstone_bytes": self.residency.tombstone_bytes,
             "budget_blocks": self.engine.bound_blocks,
             "blocks_total": counts.total,
             "blocks_free": counts.free,
@@ -82,7 +87,9 @@ def serve(
         undo.callback(reports.close)
         parts = _assemble(role, options, engine, channel, reports, trace, incarnation)
         made = make_role(parts)
-        loop = ControlLoop(channel, reports, parts.peers, parts.growth, made, options.worker_id)
+        loop = ControlLoop(
+            channel, reports, parts.peers, parts.growth, parts.residency, made, options.worker_id
+        )
         undo.callback(_stop, parts)
         parts.transfer.start()
         parts.model.start()
@@ -126,7 +133,8 @@ def _assemble(
     peers = PeerTable(options, channel, transfer, facts)
     growth.on_publish = peers.publish
     model = WorkThread("model", reports, engine.enter_thread)
-    return WorkerParts(options, engine, growth, peers, transfer, model, trace)
+    residency = Residency(engine, transfer, growth, peers, trace)
+    return WorkerParts(options, engine, growth, residency, peers, transfer, model, trace)
 
 
 def _first_extension(parts: WorkerParts, loop: ControlLoop, announcer: Announcer) -> None:

@@ -6,8 +6,9 @@
 | COMMITTING | transfer thread: commit, register, describe    | done → PUBLISHING; error → IDLE |
 | PUBLISHING | generation + 1; peers load the new regions     | all acked, or deadline → IDLE |
 
-Growth never invalidates anything: transfers in flight go on, and a peer that does not
-acknowledge in time is lost, not waited for.
+While paused nothing starts but `restore`, which takes the way of a growth for what is committed
+and not registered, as after a sleep. Growth never invalidates anything: transfers in flight go
+on, and a peer that does not acknowledge in time is lost, not waited for.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvxfer.cache.blocks import BlockAllocator
 from kvxfer.cache.kv_cache import next_growth
 from kvxfer.control.messages import RegionsUpdate
 from kvxfer.errors import KvxferError
 from kvxfer.telemetry.trace import Trace, now_ns
-from kvxfer.transfer.regions import RegionSet
+from kvxfer.transfer.regions import Region, RegionSet
 from kvxfer.worker.engine import Engine
 from kvxfer.worker.transfer_thread import Growth, TransferThread
 
@@ -56,6 +57,9 @@ class CacheGrowth:
         self._deadline_s = 0.0
         self._retry_at_s = 0.0
         """When a growth may be tried again after one that failed; 0 when none did."""
+        self._is_paused = False
+        self.problem = ""
+        """Why the newest growth failed; '' where it did not."""
         self.regions = RegionSet()
         self.description = b""
         self.on_publish: Publish = lambda update: None
@@ -70,6 +74,25 @@ class CacheGrowth:
     def is_idle(self) -> bool:
         return self._state is GrowthState.IDLE
 
+    def pause(self) -> None:
+        """Start no growth until `resume`: the cache is about to lose memory, or sleeps."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        self._is_paused = False
+        self.on_settled()
+
+    def withdraw(self, regions: Sequence[Region], description: bytes) -> None:
+        """`regions` are registered no more; `description` is that of those which are."""
+        self.regions = self.regions.remove(regions)
+        self.description = description
+
+    def restore(self) -> None:
+        """Wake the cache if it sleeps, and register and publish what is not registered. Must be
+        idle; `problem` says how it ended."""
+        assert self.is_idle
+        self._start(self._engine.cache.committed_blocks)
+
     def can_reach(self, num_blocks: int) -> bool:
         """Whether the budget allows `num_blocks` blocks, the null block included."""
         return num_blocks <= self._engine.bound_blocks
@@ -79,11 +102,17 @@ class CacheGrowth:
         way or failed just now (`on_settled` says when to ask again)."""
         cache = self._engine.cache
         target = min(num_blocks, self._engine.bound_blocks)
-        if not self.is_idle or self._retry_at_s or target <= self.allocator.num_blocks:
+        if self._is_paused or not self.is_idle or self._retry_at_s:
+            return
+        if target <= self.allocator.num_blocks:
             return
         if self.regions.generation:  # the first extension is exact: the start decided it
             committed = self.allocator.num_blocks
             target = next_growth(cache.geometry, committed, target, self._engine.bound_blocks)
+        self._start(target)
+
+    def _start(self, target: int) -> None:
+        self.problem = ""
         self._state = GrowthState.COMMITTING
         self._started_ns = now_ns()
         self._transfer.grow(target, self._committed, self._failed)
@@ -108,6 +137,7 @@ class CacheGrowth:
 
     def _failed(self, error: KvxferError) -> None:
         logger.warning("growth failed, the cache stays as it is: %s", error)
+        self.problem = str(error)
         self._state = GrowthState.IDLE
         self._retry_at_s = time.monotonic() + RETRY_S
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from kvxfer.control.cache_messages import RegionsRevoke
 from kvxfer.control.channel import Channel, Letter
 from kvxfer.control.messages import (
     Goodbye,
@@ -22,6 +23,7 @@ from kvxfer.errors import HandshakeRejected, KvxferError, WorkerDied
 from kvxfer.worker.growth import CacheGrowth
 from kvxfer.worker.mailbox import Mailbox
 from kvxfer.worker.peers import PeerTable
+from kvxfer.worker.residency import Residency
 from kvxfer.worker.work_thread import Report
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class ControlLoop:
         reports: Mailbox[Report],
         peers: PeerTable,
         growth: CacheGrowth,
+        residency: Residency,
         role: Role,
         worker_id: str,
     ) -> None:
@@ -59,6 +62,7 @@ class ControlLoop:
         self._reports = reports
         self._peers = peers
         self._growth = growth
+        self._residency = residency
         self._role = role
         self._worker_id = worker_id
         self._stopping = False
@@ -70,7 +74,9 @@ class ControlLoop:
             Goodbye: peers.on_goodbye,
             RegionsUpdate: peers.on_regions_update,
             RegionsAck: peers.on_regions_ack,
+            RegionsRevoke: peers.on_regions_revoke,
             StatusQuery: self._on_status_query,
+            **residency.handlers,
             **role.handlers,
         }
         channel.watch(reports.fileno())
@@ -91,6 +97,7 @@ class ControlLoop:
             report()
         self._peers.tick()
         self._growth.settle(self._peers.laggards, self._peers.lose)
+        self._residency.settle()
         self._role.tick()
 
     def _receive(self, letter: Letter) -> None:

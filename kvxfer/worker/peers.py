@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from kvxfer.config import WorkerOptions
+from kvxfer.control.cache_messages import RegionsRevoke, RegionsRevoked
 from kvxfer.control.channel import Channel
 from kvxfer.control.messages import (
     WIRE_VERSION,
@@ -26,6 +27,7 @@ from kvxfer.control.messages import (
 )
 from kvxfer.control.session import Peer, PeerState, agree
 from kvxfer.errors import ControlError, HandshakeRejected, KvxferError, WireError, WorkerDied
+from kvxfer.worker.holders import Holders
 from kvxfer.worker.transfer_thread import TransferThread
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,9 @@ class PeerTable:
         self._next_beat_s = 0.0
         self.on_ready: Callable[[Peer], None] = lambda peer: None
         self.on_lost: Callable[[Peer, str], None] = lambda peer, reason: None
+        self.holders = Holders()
+        self.on_revoked: Callable[[Peer, int], None] = lambda peer, lowest: None
+        """A peer revoked regions, of which `lowest` is the first block: what touches them fails."""
         self.on_fenced: Callable[[str], None] = lambda worker_id: None
         """A worker of this id came back as a new process: the old one can write no more."""
 
@@ -86,11 +91,17 @@ class PeerTable:
         return [p.key for p in self.ready() if p.acked_generation < generation]
 
     def publish(self, update: RegionsUpdate) -> None:
-        """Tell all who know, or are about to know, what was registered before it."""
-        for peer in list(self._peers.values()):
-            greeted = peer.state is PeerState.GREETING and peer.hello_sent_s > 0
-            if greeted or (peer.state is PeerState.READY and peer.facts):
-                self.send(peer.key, update)
+        for peer in self._informed():
+            self.send(peer.key, update)
+
+    def revoke(self, revoke: RegionsRevoke) -> None:
+        self.holders.owing.clear()
+        for peer in self._informed():
+            self.holders.told(peer)
+            self.send(peer.key, revoke)
+
+    def _informed(self) -> list[Peer]:
+        return [peer for peer in self._peers.values() if peer.knows_us]
 
     # --- messages -----------------------------------------------------------------------------
 
@@ -117,6 +128,7 @@ class PeerTable:
             self._reject(key, error)
             return
         self._replace_older(peer)
+        self.holders.met(facts)
         self._peers[key] = peer
         self._load(peer, lambda: Welcome(WIRE_VERSION, self._facts(), direction))
 
@@ -149,6 +161,7 @@ class PeerTable:
             raise HandshakeRejected("direction", direction, welcome.direction)
         restarted = peer.facts and peer.facts.incarnation != welcome.facts.incarnation
         peer.learn(welcome.facts, direction)
+        self.holders.met(welcome.facts)
         if restarted:
             self.on_fenced(peer.name)
         self._load(peer, None)
@@ -174,6 +187,14 @@ class PeerTable:
         if peer is not None:
             peer.acked_generation = max(peer.acked_generation, ack.generation)
 
+    def on_regions_revoke(self, key: str, revoke: RegionsRevoke) -> None:
+        peer = self._peers.get(key)
+        if peer is None or peer.facts is None or peer.state is PeerState.GONE:
+            raise WireError(f"RegionsRevoke from {key}, who said no Hello")
+        self.on_revoked(peer, peer.drop(revoke))
+        revoked = RegionsRevoked(revoke.epoch)
+        self._connect(peer, revoke.description, lambda: self.send(key, revoked), renew=True)
+
     # --- life cycle ---------------------------------------------------------------------------
 
     def _load(self, peer: Peer, answer: Callable[[], Message] | None) -> None:
@@ -194,14 +215,17 @@ class PeerTable:
 
         self._connect(peer, peer.facts.description, loaded)
 
-    def _connect(self, peer: Peer, description: bytes, loaded: Callable[[], None]) -> None:
+    def _connect(
+        self, peer: Peer, description: bytes, loaded: Callable[[], object], renew: bool = False
+    ) -> None:
         assert peer.facts is not None
 
         def done(_: None) -> None:
             if self._peers.get(peer.key) is peer and peer.state is not PeerState.GONE:
                 loaded()
 
-        self._transfer.connect(
+        connect = self._transfer.renew if renew else self._transfer.connect
+        connect(
             peer.key,
             peer.facts.base_address,
             description,
@@ -221,6 +245,7 @@ class PeerTable:
         peer = self._peers.get(key)
         if peer is None or peer.state is PeerState.GONE:
             return
+        self.holders.lost(peer)
         if peer.state is PeerState.READY:
             peer.hello_sent_s = 0.0  # greet again at once; after a failed greeting, in a while
         peer.state = PeerState.GONE

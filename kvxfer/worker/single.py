@@ -60,6 +60,9 @@ class SingleWorker:
         parts.growth.on_settled = self._pump
 
     def _on_generate(self, key: str, request: Generate) -> None:
+        if self._parts.residency.refusal:
+            self._finish(key, request, "error", self._parts.residency.refusal, [])
+            return
         self._waiting.append((key, request))
         self._pump()
 

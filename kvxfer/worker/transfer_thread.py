@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 from kvxfer.cache.kv_cache import Extension, KVCache
-from kvxfer.errors import KvxferError
+from kvxfer.errors import ConnectorError, KvxferError
 from kvxfer.telemetry.trace import now_ns
 from kvxfer.transfer.connector import Connector, Direction
 from kvxfer.transfer.plan import TransferPlan
 from kvxfer.transfer.regions import Region
 from kvxfer.worker.mailbox import Mailbox
-from kvxfer.worker.work_thread import Report, WorkThread
+from kvxfer.worker.work_thread import Job, Report, WorkThread
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
+    peer: str
     plan: TransferPlan
     start_ns: int
     ended: Callable[[Movement], None]
@@ -76,6 +77,8 @@ class TransferThread(WorkThread):
         self._cache = cache
         self._registered: tuple[Region, ...] = ()
         self._flights: dict[int, _Flight] = {}
+        self._renewals: dict[str, list[Job]] = {}
+        """Peers that are to be learnt afresh: that, and the moves that wait for it, in order."""
         self._is_polling = True
         self.is_closed = False
         self.serving = False
@@ -92,14 +95,14 @@ class TransferThread(WorkThread):
         start_ns = now_ns()
 
         def run() -> None:
-            flight = _Flight(plan, now_ns(), ended)
+            flight = _Flight(peer, plan, now_ns(), ended)
             ticket = self._connector.submit(peer, direction, plan)
             self._flights[ticket] = flight
 
         def failed(error: KvxferError) -> None:
-            ended(_Flight(plan, start_ns, ended).landed(str(error)))
+            ended(_Flight(peer, plan, start_ns, ended).landed(str(error)))
 
-        self.submit(run, lambda _: None, failed)
+        self._in_turn(peer, Job(run, _ignore, failed))
 
     def grow(
         self,
@@ -107,7 +110,8 @@ class TransferThread(WorkThread):
         done: Callable[[Growth], None],
         failed: Callable[[KvxferError], None],
     ) -> None:
-        """Extend the cache and register the new chunks: both, or neither."""
+        """Extend the cache, or wake it up if it sleeps, and register the new chunks: both, or
+        neither."""
         self.submit(lambda: self._grow(num_blocks), done, failed)
 
     def connect(
@@ -118,15 +122,88 @@ class TransferThread(WorkThread):
         done: Callable[[None], None],
         failed: Callable[[KvxferError], None],
     ) -> None:
-        self.submit(lambda: self._connector.connect(peer, base_address, description), done, failed)
+        def run() -> None:
+            self._connector.connect(peer, base_address, description)
+
+        self._in_turn(peer, Job(run, done, failed))
+
+    def renew(
+        self,
+        peer: str,
+        base_address: int,
+        description: bytes,
+        done: Callable[[None], None],
+        failed: Callable[[KvxferError], None],
+    ) -> None:
+        """Forget the peer and learn it afresh, once our transfers with it have ended: it revoked
+        regions, and a transport only ever adds. Those that come meanwhile wait."""
+
+        def run() -> None:
+            self._connector.disconnect(peer)
+            self._connector.connect(peer, base_address, description)
+
+        renewal = Job(run, done, failed)
+        self.submit(lambda: self._renewals.setdefault(peer, []).append(renewal), _ignore, failed)
 
     def disconnect(self, peer: str, failed: Callable[[KvxferError], None]) -> None:
-        self.submit(lambda: self._connector.disconnect(peer), lambda _: None, failed)
+        def run() -> None:
+            for job in self._renewals.pop(peer, []):
+                self.report(partial(job.failed, ConnectorError(f"peer {peer} was disconnected")))
+            self._connector.disconnect(peer)
+
+        self.submit(run, _ignore, failed)
+
+    def release(
+        self,
+        regions: Sequence[Region],
+        release: Callable[[], object],
+        done: Callable[[object], None],
+        failed: Callable[[KvxferError], None],
+    ) -> None:
+        """Deregister `regions`, of which no transfer of ours is under way, then `release` them."""
+
+        def run() -> object:
+            self._connector.deregister(regions)
+            gone = set(regions)
+            self._registered = tuple(r for r in self._registered if r not in gone)
+            return release()
+
+        self.submit(run, done, failed)
+
+    def bury(self, done: Callable[[None], None], failed: Callable[[KvxferError], None]) -> None:
+        self.submit(self._cache.bury, done, failed)
+
+    def describe(
+        self,
+        regions: Sequence[Region],
+        done: Callable[[bytes], None],
+        failed: Callable[[KvxferError], None],
+    ) -> None:
+        """The connector's description of registered `regions`, to be told to peers."""
+        self.submit(lambda: self._connector.describe(regions), done, failed)
 
     def close_connector(self) -> None:
         """The last job before `stop`; `is_closed` says whether the transport is at rest, so that
         memory may be unmapped."""
         self.submit(self._close, lambda _: None, lambda error: None)
+
+    def _in_turn(self, peer: str, job: Job) -> None:
+        """Submit `job`, which waits where the peer is to be learnt afresh first."""
+
+        def run() -> None:
+            if peer in self._renewals:
+                self._renewals[peer].append(job)
+            else:
+                self._execute(job)
+
+        self.submit(run, _ignore, job.failed)
+
+    def _renew(self) -> None:
+        """What was held up for peers with whom nothing of ours is under way any more."""
+        busy = {flight.peer for flight in self._flights.values()}
+        for peer in self._renewals.keys() - busy:
+            for job in self._renewals.pop(peer):
+                self._execute(job)
 
     def _close(self) -> None:
         try:
@@ -139,11 +216,16 @@ class TransferThread(WorkThread):
             logger.warning("the connector did not close: %s", error)
 
     def _grow(self, num_blocks: int) -> Growth:
+        cache = self._cache
         with ExitStack() as undo:
-            extension = self._cache.extend(num_blocks)
-            undo.callback(self._cache.retract, extension)
+            if cache.is_asleep:
+                extension = cache.wake()
+                undo.callback(cache.sleep)
+            else:
+                extension = cache.extend(num_blocks)
+                undo.callback(cache.retract, extension)
             known = set(self._registered)
-            chunks = [Region(chunk.offset, chunk.size) for chunk in self._cache.buffer.chunks]
+            chunks = [Region(chunk.offset, chunk.size) for chunk in cache.buffer.chunks]
             added = tuple(region for region in chunks if region not in known)
             self._connector.register(added)
             undo.callback(self._connector.deregister, added)
@@ -161,6 +243,11 @@ class TransferThread(WorkThread):
             flight = self._flights.pop(result.ticket)
             movement = flight.landed(result.error)
             self.report(partial(flight.ended, movement))
-        if self._flights:
+        if self._renewals:
+            self._renew()
+        if self._flights or self._renewals:
             return BUSY_WAIT_S
         return SERVING_WAIT_S if self.serving else IDLE_WAIT_S
+
+
+def _ignore(_: object) -> None: ...

@@ -21,7 +21,7 @@ Report = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class Job:
     run: Callable[[], Any]
     done: Callable[[Any], None]
     failed: Callable[[KvxferError], None]
@@ -40,7 +40,7 @@ class WorkThread:
         """`begin` runs first, in the thread."""
         self._reports = reports
         self._begin = begin
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self) -> None:
@@ -52,7 +52,7 @@ class WorkThread:
         done: Callable[[T], None],
         failed: Callable[[KvxferError], None],
     ) -> None:
-        self._jobs.put(_Job(run, done, failed))
+        self._jobs.put(Job(run, done, failed))
 
     def stop(self, timeout_s: float) -> bool:
         """Let the jobs before this one end; False if they did not within `timeout_s`."""
@@ -84,7 +84,7 @@ class WorkThread:
             reason = f"thread {self._thread.name} died: {type(error).__name__}: {error}"
             self._reports.put(lambda: _raise(WorkerDied(reason)))
 
-    def _execute(self, job: _Job) -> None:
+    def _execute(self, job: Job) -> None:
         try:
             result = job.run()
         except KvxferError as error:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvxfer.cache.blocks import BlockAllocator, BlockCounts
-from kvxfer.errors import CacheError, NoFreeBlocks
+from kvxfer.errors import BlocksInUse, CacheError, NoFreeBlocks
 
 MAX_BLOCKS = 12
 any_blocks = st.lists(st.integers(-1, MAX_BLOCKS + 1), max_size=4)
@@ -229,3 +229,59 @@ def test_conservation_notices_a_lost_and_a_doubled_block():
     both._free.append(1)
     with pytest.raises(CacheError, match=r"\[2\]"):
         both.check_conservation()
+
+
+# --- a bound that is lowered ----------------------------------------------------------------------
+
+
+def test_lowering_needs_the_blocks_above_to_be_free():
+    blocks = BlockAllocator(10)
+    held = blocks.allocate(6)
+    blocks.quarantine(held[4:])
+    for bound, used, quarantined in ((1, 4, 2), (5, 0, 2), (6, 0, 1), (3, 2, 2)):
+        with pytest.raises(BlocksInUse, match="block 6 the highest") as error:
+            blocks.lower(bound)
+        assert (error.value.used, error.value.quarantined) == (used, quarantined)
+        assert blocks.num_blocks == 10
+        blocks.check_conservation()
+    blocks.lower(7)
+    assert (blocks.num_blocks, blocks.num_free, blocks.counts().total) == (7, 0, 7)
+    blocks.check_conservation()
+    blocks.free(held[:4])
+    blocks.release_quarantined(held[4:])
+    assert blocks.allocate(6) == held
+    blocks.grow(9)
+    assert blocks.allocate(2) == [7, 8]
+
+
+@pytest.mark.parametrize("bound", [0, -1, 11])
+def test_a_bound_is_lowered_to_one_that_can_be(bound):
+    blocks = BlockAllocator(10)
+    with pytest.raises(CacheError, match=f"the bound is 10 blocks, not raised to {bound}"):
+        blocks.lower(bound)
+
+
+def test_withheld_blocks_are_not_granted_and_come_back():
+    blocks = BlockAllocator(10)
+    held = blocks.allocate(7)
+    blocks.withhold(4)
+    assert blocks.num_free == 0
+    assert blocks.counts().free == 2
+    blocks.free(held)
+    blocks.check_conservation()
+    assert blocks.counts().free == 9
+    assert not blocks.can_allocate(4)
+    assert blocks.allocate(3) == [1, 2, 3]
+    with pytest.raises(NoFreeBlocks):
+        blocks.allocate(1)
+    blocks.withhold(10)
+    assert blocks.allocate(6) == [4, 5, 6, 7, 8, 9]
+    blocks.check_conservation()
+
+
+def test_lowering_above_what_is_withheld_gives_the_rest_back():
+    blocks = BlockAllocator(10)
+    blocks.withhold(3)
+    blocks.lower(6)
+    assert blocks.allocate(5) == [1, 2, 3, 4, 5]
+    blocks.check_conservation()

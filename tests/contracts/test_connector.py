@@ -316,6 +316,29 @@ def test_disconnect_ends_tickets_and_reconnect_works(pair: tuple[Side, Side]) ->
     check_moved(right, left, SOME_RUNS)
 
 
+@pytest.mark.parametrize("direction", Direction)
+def test_revoked_regions_are_out_of_reach_until_announced_again(
+    pair: tuple[Side, Side], direction: Direction
+) -> None:
+    """A cache that goes to sleep and wakes: disconnect, connect without regions, then with."""
+    left, right = pair
+    source, target = (left, right) if direction is Direction.PUSH else (right, left)
+    move(left, right, direction, SOME_RUNS)
+    right.connector.deregister([FIRST, SECOND])
+    left.connector.disconnect("right")
+    left.meet(right, [])
+    with pytest.raises(ConnectorError, match="lie in no registered region"):
+        left.connector.submit("right", direction, SOME_RUNS)
+    with pytest.raises(ConnectorError, match="lie in no registered region"):
+        right.connector.submit("left", direction, SOME_RUNS)
+    right.connector.register([FIRST, SECOND])
+    left.meet(right, [FIRST, SECOND])
+    source.bytes[FIRST.offset : SECOND.end] ^= 0xFF
+    source.before[:], target.before[:] = source.bytes, target.bytes
+    move(left, right, direction, SOME_RUNS)
+    check_moved(source, target, SOME_RUNS)
+
+
 def test_a_restarted_peer_takes_its_name_over(pair: tuple[Side, Side], make_side: MakeSide) -> None:
     left, right = pair
     move(left, right, Direction.PUSH, SOME_RUNS)

@@ -8,7 +8,8 @@ import zmq
 from support.fixtures import num_open_files
 
 from kvxfer.control.channel import Channel, check_loopback
-from kvxfer.control.messages import Cancel, Goodbye, Heartbeat, Token, encode
+from kvxfer.control.messages import Cancel, Goodbye, Heartbeat, Token
+from kvxfer.control.wire import encode
 from kvxfer.errors import ControlError, UsageError, WireError
 
 ANY = "tcp://127.0.0.1:0"

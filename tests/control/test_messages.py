@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvxfer.cache.layout import CacheGeometry, KVCacheLayout
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.control import messages as m
+from kvxfer.control import wire
 from kvxfer.errors import WireError
 from kvxfer.transfer.regions import Region
 
@@ -54,6 +55,13 @@ EXAMPLES = [
     m.Failed("r", "g", "why"),
     m.StatusQuery(),
     m.Status("w", {"i": 1, "f": 0.5, "s": "text"}),
+    m.RegionsRevoke(2, [Region(0, 4096)], b"\0\xff"),
+    m.RegionsRevoked(2),
+    m.Shrink(5, 0.5),
+    m.Sleep(0.5),
+    m.WakeUp(),
+    m.Defragment(0.5),
+    m.CacheState("Sleep", "why", True, 1, 0, 4096),
 ]
 every_example = pytest.mark.parametrize("message", EXAMPLES, ids=lambda x: type(x).__name__)
 
@@ -64,32 +72,32 @@ def test_there_is_an_example_of_every_message():
 
 @every_example
 def test_round_trip(message):
-    data = m.encode(message)
-    again = m.decode(data)
+    data = wire.encode(message)
+    again = wire.decode(data)
     assert again == message
     assert type(again) is type(message)
-    assert m.encode(again) == data
+    assert wire.encode(again) == data
 
 
 @every_example
 def test_every_truncation_and_any_tail_is_refused(message):
-    data = m.encode(message)
+    data = wire.encode(message)
     cuts = range(len(data)) if len(data) < 200 else range(0, len(data), 7)
     for cut in cuts:
         with pytest.raises(WireError):
-            m.decode(data[:cut])
+            wire.decode(data[:cut])
     with pytest.raises(WireError):
-        m.decode(data + b"\0")
+        wire.decode(data + b"\0")
 
 
 def raw(message):
     """The message as plain maps and lists."""
-    return msgspec.msgpack.decode(m.encode(message))
+    return msgspec.msgpack.decode(wire.encode(message))
 
 
 def refused(value):
     with pytest.raises(WireError) as error:
-        m.decode(msgspec.msgpack.encode(value))
+        wire.decode(msgspec.msgpack.encode(value))
     assert "\n" not in str(error.value)
 
 
@@ -162,7 +170,7 @@ def test_a_region_that_is_none_is_a_wire_error(region):
 @given(st.binary(max_size=300))
 def test_random_bytes_are_a_wire_error_or_a_message(data):
     try:
-        message = m.decode(data)
+        message = wire.decode(data)
     except WireError:
         return
     assert isinstance(message, m.Message.__args__)
@@ -171,11 +179,11 @@ def test_random_bytes_are_a_wire_error_or_a_message(data):
 @BUDGET
 @given(st.sampled_from(EXAMPLES), st.data())
 def test_flipped_bytes_are_a_wire_error_or_a_message(message, data):
-    damaged = bytearray(m.encode(message))
+    damaged = bytearray(wire.encode(message))
     for _ in range(data.draw(st.integers(1, 3))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     try:
-        assert isinstance(m.decode(bytes(damaged)), m.Message.__args__)
+        assert isinstance(wire.decode(bytes(damaged)), m.Message.__args__)
     except WireError as error:
         assert str(error)
 
@@ -194,24 +202,24 @@ def test_any_value_in_any_field_is_a_wire_error_or_a_message(message, data):
     value = raw(message)
     name = data.draw(st.sampled_from(sorted(value)))
     try:
-        m.decode(msgspec.msgpack.encode(value | {name: data.draw(json_like)}))
+        wire.decode(msgspec.msgpack.encode(value | {name: data.draw(json_like)}))
     except WireError as error:
         assert str(error)
 
 
 def test_deep_nesting_is_a_wire_error():
     with pytest.raises(WireError):
-        m.decode(b"\x91" * 100_000 + b"\x00")
+        wire.decode(b"\x91" * 100_000 + b"\x00")
     with pytest.raises(WireError):
-        m.decode(b"\x81\xa1a" * 100_000 + b"\x00")
+        wire.decode(b"\x81\xa1a" * 100_000 + b"\x00")
 
 
 @pytest.mark.parametrize("version", [0, 2, 77, -1])
 def test_another_versions_hello_is_known_by_its_version(version):
     strange = {"type": "Hello", "wire_version": version, "facts": 5, "and": {"much": ["more"]}}
-    assert m.decode(msgspec.msgpack.encode(strange)) == m.Hello(version, None)
+    assert wire.decode(msgspec.msgpack.encode(strange)) == m.Hello(version, None)
     value = raw(m.Hello(1, FACTS)) | {"wire_version": version}
-    assert m.decode(msgspec.msgpack.encode(value | {"new": 1})).wire_version == version
+    assert wire.decode(msgspec.msgpack.encode(value | {"new": 1})).wire_version == version
 
 
 def test_a_strange_hello_of_our_own_version_is_refused():
@@ -222,23 +230,23 @@ def test_a_strange_hello_of_our_own_version_is_refused():
 
 def test_messages_have_a_bound_on_either_side():
     with pytest.raises(WireError, match="larger than"):
-        m.decode(bytes(m.MAX_MESSAGE_BYTES + 1))
+        wire.decode(bytes(wire.MAX_MESSAGE_BYTES + 1))
     with pytest.raises(WireError, match=r"Goodbye of \d+ bytes is larger than"):
-        m.encode(m.Goodbye("x" * m.MAX_MESSAGE_BYTES))
-    long = m.Goodbye("x" * (m.MAX_MESSAGE_BYTES - 100))
-    assert m.decode(m.encode(long)) == long
+        wire.encode(m.Goodbye("x" * wire.MAX_MESSAGE_BYTES))
+    long = m.Goodbye("x" * (wire.MAX_MESSAGE_BYTES - 100))
+    assert wire.decode(wire.encode(long)) == long
 
 
 def test_the_largest_hello_fits():
     regions = [Region(index * 4096, 4096) for index in range(100_000)]
     facts = msgspec.structs.replace(FACTS, regions=regions, description=bytes(4 << 20))
-    data = m.encode(m.Hello(1, facts))
-    assert len(data) < m.MAX_MESSAGE_BYTES
-    assert m.decode(data).facts.regions == regions
+    data = wire.encode(m.Hello(1, facts))
+    assert len(data) < wire.MAX_MESSAGE_BYTES
+    assert wire.decode(data).facts.regions == regions
 
 
 def test_geometry_is_checked_again_at_the_other_end():
     """Whatever passes is exactly what this side would have computed itself."""
-    found = m.decode(m.encode(m.Hello(1, FACTS))).facts.geometry
+    found = wire.decode(wire.encode(m.Hello(1, FACTS))).facts.geometry
     built = CacheGeometry.build(found.spec, found.layout, found.capacity_blocks, found.granularity)
     assert dataclasses.asdict(built) == dataclasses.asdict(found) == dataclasses.asdict(GEOMETRY)

@@ -7,6 +7,7 @@ import pytest
 
 from kvxfer.cache.layout import CacheGeometry, KVCacheLayout
 from kvxfer.cache.spec import KVCacheSpec
+from kvxfer.control.cache_messages import RegionsRevoke
 from kvxfer.control.messages import RegionsUpdate, WorkerFacts
 from kvxfer.control.session import Peer, agree
 from kvxfer.errors import HandshakeRejected, RegionError, WireError
@@ -183,3 +184,32 @@ def test_a_peer_is_called_by_its_worker_id_once_that_is_known():
     assert stranger.name == "in:ab"
     stranger.learn(make_facts("decode"), Direction.PUSH)
     assert stranger.name == "decode-0"
+
+
+@pytest.mark.parametrize("layout", KVCacheLayout)
+def test_what_is_revoked_is_gone_and_names_the_lowest_block(layout):
+    facts = make_facts("decode", layout=layout, capacity=64)
+    geometry = facts.geometry
+    stride, size = geometry.segment_stride_bytes, geometry.segment_block_bytes
+    starts = [segment * stride for segment in range(geometry.num_segments)]
+    regions = [Region(start, 4096) for start in starts if stride > 4096]
+    regions += [Region(start + 4096, stride - 4096) for start in starts if stride > 4096]
+    peer = Peer("in:00", 0.0)
+    peer.learn(msgspec.structs.replace(facts, regions=sorted(regions)), Direction.PUSH)
+    upper = [region for region in regions if region.offset % stride]
+    assert peer.drop(RegionsRevoke(1, upper, b"")) == 4096 // size
+    assert peer.regions.generation == 1
+    with pytest.raises(RegionError, match="not registered"):
+        peer.drop(RegionsRevoke(2, upper, b""))
+    lower = list(peer.regions.regions)
+    assert peer.drop(RegionsRevoke(2, lower, b"")) == (0 if lower else stride // size)
+    assert peer.regions.regions == ()
+
+
+def test_a_revoked_region_over_several_segments_may_hold_any_block():
+    facts = make_facts("decode", capacity=64)
+    stride = facts.geometry.segment_stride_bytes
+    odd = Region(stride - 4096, 8192)
+    peer = Peer("in:00", 0.0)
+    peer.learn(msgspec.structs.replace(facts, regions=[odd]), Direction.PUSH)
+    assert peer.drop(RegionsRevoke(1, [odd], b"")) == 0

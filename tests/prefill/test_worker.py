@@ -7,6 +7,7 @@ from support.decode_wire import GRANTED, TOKENS, ask, greet, meet, settled
 from support.null_runner import Reference
 from support.workers import SPEC
 
+from kvxfer.control.cache_messages import RegionsRevoke, RegionsRevoked
 from kvxfer.control.messages import (
     Abort,
     Aborted,
@@ -238,3 +239,20 @@ def test_memory_that_cannot_be_had_is_asked_for_now_and_then_only(cluster):
     ask(wire, "again", tokens=[1] * 240, blocks=many)
     cluster.until(lambda: bool(wire.of(Done)))
     settled(cluster, prefill)
+
+
+def test_a_grant_in_memory_that_was_revoked_is_given_up(cluster):
+    prefill, wire = meet(cluster, "push")
+    prefill.runner.hold()
+    ask(wire)
+    cluster.until(lambda: prefill.role.status()["jobs"] == 1)
+    chunks = wire.regions.regions
+    wire.send(RegionsRevoke(1, list(chunks), wire.connector.describe([])))
+    cluster.until(lambda: bool(wire.of(RegionsRevoked)))
+    assert prefill.peers.ready()[0].regions.regions == ()
+    prefill.runner.release()
+    settled(cluster, prefill)
+    cluster.until(lambda: bool(wire.of(Failed)))
+    (failed,) = wire.of(Failed)
+    assert "revoked memory that it had granted" in failed.reason
+    assert wire.of(Done) == []

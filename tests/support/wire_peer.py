@@ -8,6 +8,7 @@ from typing import Any
 from support.workers import Worker, make_engine, make_options
 
 from kvxfer.cache.kv_cache import KVCache
+from kvxfer.control.cache_messages import RegionsRevoke, RegionsRevoked
 from kvxfer.control.channel import Channel
 from kvxfer.control.messages import (
     WIRE_VERSION,
@@ -97,6 +98,8 @@ class WirePeer:
         for letter in self.channel.poll(0.0):
             self.key = letter.peer
             self.received.append(letter.message)
+            if self.acks and isinstance(letter.message, RegionsRevoke):
+                self.send(RegionsRevoked(letter.message.epoch))
             if self.acks and isinstance(letter.message, RegionsUpdate | Welcome):
                 self._acknowledge(letter.message)
 

@@ -143,6 +143,7 @@ class Worker:
             self.reports,
             self.parts.peers,
             self.parts.growth,
+            self.parts.residency,
             self.role,
             self.options.worker_id,
         )

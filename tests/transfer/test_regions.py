@@ -88,3 +88,21 @@ def test_an_unsorted_set_is_refused():
 def test_a_region_has_bytes_and_a_place(offset, size):
     with pytest.raises(RegionError):
         Region(offset, size)
+
+
+@BUDGET
+@given(st.lists(regions, max_size=8), st.data())
+def test_removal_leaves_the_others_and_the_generation(candidates, data):
+    kept = disjoint(candidates)
+    full = RegionSet().add(kept)
+    gone = data.draw(st.sets(st.sampled_from(kept))) if kept else set()
+    left = full.remove(gone)
+    assert set(left.regions) == set(kept) - gone
+    assert left.generation == full.generation == 1
+    assert left.add(gone).regions == full.regions
+    stranger = Region(100, 4)
+    with pytest.raises(RegionError, match=r"offset=100, size=4.* is not registered \(1 such\)"):
+        full.remove([*gone, stranger])
+    for region in gone:
+        with pytest.raises(RegionError):
+            left.remove([region])

@@ -239,3 +239,90 @@ def test_movements_add_up():
     assert stats == TransferStats(
         num_bytes=16, num_runs=6, num_tickets=3, busy_ns=95, start_ns=90, end_ns=160
     )
+
+
+# --- a peer that revoked regions ------------------------------------------------------------------
+
+
+def renewed(left, right, regions=None):
+    """Ask `left` to learn `right` afresh; the list gets True, or the error's text."""
+    told = right.regions.regions if regions is None else regions
+    found = []
+    left.thread.renew(
+        "right",
+        right.engine.cache.buffer.base_address,
+        right.engine.connector.describe(told),
+        lambda _: found.append(True),
+        lambda error: found.append(str(error)),
+    )
+    return found
+
+
+def test_a_peer_is_learnt_afresh_with_just_what_it_still_has(pair):
+    left, right = pair
+    assert len(right.regions.regions) > 0
+    found = renewed(left, right, [])
+    left.until(lambda: bool(found))
+    assert found == [True]
+    moved = []
+    left.thread.move("right", Direction.PUSH, plan_between(left, right), moved.append)
+    left.until(lambda: bool(moved))
+    assert "lie in no registered region" in moved[0].error
+
+
+def test_transfers_with_the_peer_end_first_and_new_ones_wait(pair):
+    left, right = pair
+    left.engine.connector.moving.clear()
+    before, after = [], []
+    left.thread.move("right", Direction.PUSH, plan_between(left, right), before.append)
+    left.until(lambda: left.engine.connector.num_submitted == 1)
+    found = renewed(left, right)
+    left.thread.move("right", Direction.PUSH, plan_between(left, right), after.append)
+    time.sleep(0.05)
+    left.until(lambda: True)
+    assert (before, found, after) == ([], [], [])
+    assert left.engine.connector.num_submitted == 1
+    left.engine.connector.moving.set()
+    left.until(lambda: bool(after))
+    assert found == [True]
+    assert [movement.error for movement in (*before, *after)] == [None, None]
+
+
+def test_what_waits_for_a_peer_that_is_lost_ends_in_an_error(pair):
+    left, right = pair
+    left.engine.connector.moving.clear()
+    before, after = [], []
+    left.thread.move("right", Direction.PUSH, plan_between(left, right), before.append)
+    left.until(lambda: left.engine.connector.num_submitted == 1)
+    found = renewed(left, right)
+    left.thread.move("right", Direction.PUSH, plan_between(left, right), after.append)
+    left.thread.disconnect("right", lambda error: None)
+    left.until(lambda: bool(found and after))
+    assert "was disconnected" in found[0]
+    assert "was disconnected" in after[0].error
+    left.engine.connector.moving.set()
+    left.until(lambda: bool(before))
+    assert "was disconnected" in before[0].error
+
+
+def test_a_renewal_that_fails_is_told(pair):
+    left, right = pair
+    left.engine.connector.refuse.add("connect")
+    found = renewed(left, right)
+    left.until(lambda: bool(found))
+    assert found == ["connect is refused"]
+
+
+def test_regions_are_released_only_after_they_were_deregistered(pair):
+    _, right = pair
+    seen, done = [], []
+    right.thread.release(
+        right.regions.regions,
+        lambda: seen.append(right.registered()),
+        done.append,
+        lambda error: done.append(str(error)),
+    )
+    right.until(lambda: bool(done))
+    assert (seen, done) == ([set()], [None])
+    growth = right.grow(16)
+    assert set(growth.regions) == right.registered() == right.committed(), "and told again"

@@ -1,0 +1,53 @@
+"""One request to give memory of the cache back, or to pack it: what it wants and how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvxfer.cache.kv_cache import KVCache
+from kvxfer.control.cache_messages import CacheState
+from kvxfer.errors import MemoryPinned
+from kvxfer.transfer.regions import Region, RegionSet
+
+Answer = Callable[[CacheState], None]
+
+
+@dataclass
+class CacheTask:
+    """Control thread only, but for `release`."""
+
+    request: str
+    """Name of the message: Shrink, Sleep, WakeUp or Defragment."""
+    answer: Answer
+    """Called once."""
+    num_blocks: int = 1
+    """Blocks that keep their memory; all but Shrink need the whole cache."""
+    deadline_s: float = 0.0
+    problem: str = ""
+    """Why it is not done, or not all of it."""
+    limit: int = 0
+    """Blocks that stay usable; 0 before that is known."""
+    regions: tuple[Region, ...] = ()
+    """What is to be revoked."""
+
+    def aim(self, cache: KVCache, usable_blocks: int, registered: RegionSet) -> None:
+        """Decide what goes, for `num_blocks` as it is now."""
+        if self.request == "Shrink":
+            self.limit = min(usable_blocks, cache.blocks_after_shrink(self.num_blocks))
+            chunks = cache.above(self.num_blocks)
+            self.regions = tuple(Region(chunk.offset, chunk.size) for chunk in chunks)
+        else:
+            self.limit = 1
+            self.regions = registered.regions
+
+    def release(self, cache: KVCache, holders: Sequence[str]) -> None:
+        """Do it, in the transfer thread; `holders` are lost peers that may still come."""
+        if self.request == "Shrink":
+            cache.shrink(self.num_blocks, is_reachable=bool(holders))
+        elif self.request == "Sleep":
+            cache.sleep(is_reachable=bool(holders))
+        elif holders:
+            raise MemoryPinned(f"cache: {', '.join(holders)} may still reach it: it stays in place")
+        else:
+            cache.defragment()

@@ -1,0 +1,119 @@
+"""What a peer that never let go of memory can do to its owner, over NIXL and TCP: nothing.
+
+The owner is another process, since without tombstones it would not survive.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from connectors.nixl import NixlConnector
+from kvxfer.transfer.connector import Direction, MemoryWindow
+from kvxfer.transfer.plan import TransferPlan
+from kvxfer.transfer.regions import Region
+
+DEADLINE_S = 30.0
+OWNER_SCRIPT = Path(__file__).with_name("nixl_owner.py")
+
+
+class Owner:
+    """The other process."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, OWNER_SCRIPT, f"owner-{os.getpid()}-{time.monotonic_ns()}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, command: str) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+    def end(self) -> int:
+        self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode
+
+
+@pytest.fixture
+def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
+    """Over TCP it is the owner's process that touches the memory."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    made = Owner()
+    yield made
+    if made.process.poll() is None:
+        made.process.kill()
+    made.process.communicate(timeout=DEADLINE_S)
+
+
+@pytest.fixture
+def stale(owner: Owner) -> Iterator[tuple[NixlConnector, TransferPlan]]:
+    """A peer that has connected, and its plan: ones into all that the owner is about to release."""
+    told = owner.ask("describe")
+    window = np.full(told["size"], 0xAB, dtype=np.uint8)
+    memory = MemoryWindow(int(window.ctypes.data), told["size"], "cpu")
+    peer = NixlConnector(f"stale-{os.getpid()}-{time.monotonic_ns()}", memory)
+    regions = [Region(*region) for region in told["regions"]]
+    peer.register(regions)
+    peer.connect("owner", told["base"], bytes.fromhex(told["description"]))
+    upper = [region for region in regions if region.offset]
+    offsets = np.array([region.offset for region in upper], dtype=np.int64)
+    sizes = np.array([region.size for region in upper], dtype=np.int64)
+    yield peer, TransferPlan(offsets, offsets, sizes)
+    peer.close()
+
+
+def move(peer: NixlConnector, direction: Direction, plan: TransferPlan) -> str | None:
+    ticket = peer.submit("owner", direction, plan)
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        for result in peer.poll():
+            assert result.ticket == ticket
+            return result.error
+        time.sleep(0.0005)
+    raise TimeoutError("the transfer did not end")
+
+
+def test_a_stale_peer_reads_and_writes_tombstones_and_the_owner_lives(
+    owner: Owner, stale: tuple[NixlConnector, TransferPlan]
+) -> None:
+    peer, plan = stale
+    assert move(peer, Direction.PUSH, plan) is None
+    assert owner.ask("look")["rest_sum"] != 0
+    answer = owner.ask("retire")
+    assert answer["blocks"] == 4
+    assert answer["tombstones"] == plan.total_bytes
+    for direction in (Direction.PUSH, Direction.PULL):
+        assert move(peer, direction, plan) is None, "NIXL enforces no deregistration"
+    answer = owner.ask("look")
+    assert (answer["blocks"], answer["kept"]) == (4, True)
+    answer = owner.ask("extend")
+    assert (answer["blocks"], answer["tombstones"], answer["kept"]) == (64, 0, True)
+    assert answer["rest_sum"] == 0, "what the stale peer wrote was thrown away"
+    assert owner.end() == 0
+
+
+def test_without_tombstones_the_owner_would_die(
+    owner: Owner, stale: tuple[NixlConnector, TransferPlan]
+) -> None:
+    """Why there are tombstones. Should this fail one day, the transport has learnt manners."""
+    peer, plan = stale
+    assert move(peer, Direction.PUSH, plan) is None
+    assert owner.ask("decommit")["tombstones"] == 0
+    assert move(peer, Direction.PUSH, plan) is not None
+    assert owner.end() == -11
