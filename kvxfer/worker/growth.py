@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from kvxfer.cache.blocks import BlockAllocator
 from kvxfer.cache.kv_cache import next_growth
 from kvxfer.control.messages import RegionsUpdate
-from kvxfer.errors import KvxferError
+from kvxfer.errors import CacheError, KvxferError
 from kvxfer.telemetry.trace import Trace, now_ns
 from kvxfer.transfer.regions import Region, RegionSet
 from kvxfer.worker.engine import Engine
@@ -107,8 +107,13 @@ class CacheGrowth:
         if target <= self.allocator.num_blocks:
             return
         if self.regions.generation:  # the first extension is exact: the start decided it
-            committed = self.allocator.num_blocks
-            target = next_growth(cache.geometry, committed, target, self._engine.bound_blocks)
+            committed, bound = self.allocator.num_blocks, self._engine.bound_blocks
+            affordable = self._engine.affordable_blocks()
+            if affordable < target:
+                text = f"{target} blocks are wanted, free memory now pays for {affordable}"
+                self._failed(CacheError(text))
+                return
+            target = min(next_growth(cache.geometry, committed, target, bound), affordable)
         self._start(target)
 
     def _start(self, target: int) -> None:

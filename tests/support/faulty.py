@@ -7,15 +7,22 @@ from typing import Any
 
 from connectors.loopback import LoopbackConnector
 from kvxfer.errors import ConnectorError, OutOfMemory
+from kvxfer.memory.driver import MemoryInfo
 from kvxfer.memory.host import HostDriver
 from kvxfer.transfer.connector import MemoryWindow, TicketResult
 
 
 class FaultyDriver(HostDriver):
-    """Host memory that runs out: while `fail_after` is n >= 0, n more commits succeed."""
+    """Host memory that runs out: while `fail_after` is n >= 0, n more commits succeed, and where
+    `free_bytes` is set, so much is all that there seems to be."""
 
     fail_after = -1
     num_refused = 0
+    free_bytes: int | None = None
+
+    def memory_info(self) -> MemoryInfo:
+        found = super().memory_info()
+        return found if self.free_bytes is None else MemoryInfo(self.free_bytes, found.total_bytes)
 
     def commit(self, address: int, size_bytes: int) -> int:
         if self.fail_after == 0:

@@ -104,6 +104,23 @@ def test_a_failed_growth_changes_nothing_and_is_tried_again_later(cluster, monke
     worker.check_registered()
 
 
+def test_memory_is_measured_anew_at_each_step(cluster, monkeypatch):
+    """What is free now bounds a step, and one that it does not pay for is refused, not tried."""
+    monkeypatch.setattr(growth_module, "RETRY_S", 0.1)
+    worker = cluster.add("prefill", **ELASTIC)
+    block_bytes = worker.cache.geometry.spec.block_bytes
+    committed = worker.cache.committed_blocks
+    worker.engine.driver.free_bytes = 3 * block_bytes
+    worker.parts.growth.request(committed + 4)
+    assert "pays for" in worker.parts.growth.problem
+    assert worker.cache.committed_blocks == committed
+    cluster.turn_for(0.3)
+    worker.parts.growth.request(committed + 2)
+    cluster.until(grown(worker, committed + 2))
+    assert worker.parts.growth.problem == ""
+    worker.check_registered()
+
+
 def test_however_often_it_is_asked_for_a_failed_growth_is_tried_now_and_then(cluster):
     worker = cluster.add("decode", **ELASTIC)
     worker.engine.driver.fail_after = 0
