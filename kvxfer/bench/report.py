@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -61,8 +62,6 @@ def write_figures(path: Path, figures: Sequence[Figure], command: str, machine: 
 
 def describe_machine(device: str) -> str:
     """The device's name and the number of CPUs."""
-    import os
-
     cpus = f"{len(os.sched_getaffinity(0))} CPUs, {platform.machine()}"
     if device == "cpu":
         return cpus
@@ -82,7 +81,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit measured, '-dirty' if the tree had changes, '' outside a checkout."""
+    """The commit measured, '-dirty' if the tree had changes; outside a checkout KVXFER_COMMIT."""
     command = [
         "git",
         "-C",
@@ -95,5 +94,5 @@ def _commit() -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip()
+        return os.environ.get("KVXFER_COMMIT", "")
+    return done.stdout.strip() or os.environ.get("KVXFER_COMMIT", "")

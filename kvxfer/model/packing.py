@@ -133,8 +133,13 @@ def blocks_read(step: SequenceStep, block_size: int) -> Sequence[int]:
     return step.block_table[:num_blocks]
 
 
-def pack(steps: Sequence[SequenceStep], block_size: int, device: torch.device) -> PackedStep:
-    """Raises ModelError when a block table does not cover its step."""
+def pack(
+    steps: Sequence[SequenceStep],
+    block_size: int,
+    device: torch.device,
+    min_rows: int = MIN_ROWS,
+) -> PackedStep:
+    """At least `min_rows` rows. Raises ModelError when a block table does not cover its step."""
     spans: list[Span] = []
     rows: list[tuple[int, int, int, int]] = []
     """(token, position, block, slot) of each row."""
@@ -148,8 +153,8 @@ def pack(steps: Sequence[SequenceStep], block_size: int, device: torch.device) -
             block = step.block_table[position // block_size]
             rows.append((token, position, block, position % block_size))
     last_rows = [span.row + span.num_rows - 1 for span in spans]
-    last_rows += last_rows[-1:] * (MIN_ROWS - len(last_rows))
-    rows += [(0, 0, NULL_BLOCK, 0)] * (MIN_ROWS - len(rows))
+    last_rows += last_rows[-1:] * (min_rows - len(last_rows))
+    rows += [(0, 0, NULL_BLOCK, 0)] * (min_rows - len(rows))
 
     columns = torch.tensor(rows, dtype=torch.int64).T.contiguous().to(device)
     return PackedStep(

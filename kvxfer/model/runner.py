@@ -26,7 +26,8 @@ from kvxfer.errors import ModelError, UnsupportedModel, UsageError
 from kvxfer.model.attention import STEP_ARGUMENT, DecodeCache, PagedCache, RecordingCache
 from kvxfer.model.decode_graph import CudaRecorder, DecodeGraphs, Recorder
 from kvxfer.model.loader import ModelInfo, load_model
-from kvxfer.model.packing import NULL_BLOCK, DecodeStep, PackedStep, SequenceStep, pack
+from kvxfer.model.packing import MIN_ROWS, NULL_BLOCK, DecodeStep, PackedStep, SequenceStep, pack
+from kvxfer.model.row_classes import padded_rows
 from kvxfer.model.sampling import SampleSpec, sample
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class ModelRunner:
         self._cache_argument = _cache_argument(model)
         self._views: tuple[torch.Tensor, ...] = ()
         self._graphs: DecodeGraphs | None = None
+        is_exact = device.type == "cpu" and model.dtype == torch.float32
+        self._min_rows = padded_rows(model) if is_exact else MIN_ROWS
 
     @classmethod
     def load(cls, info: ModelInfo, device: str, dtype: str | None, threads: int) -> ModelRunner:
@@ -142,7 +145,7 @@ class ModelRunner:
         token, on the device. What the methods below choose from; errors as theirs."""
         for step in steps:
             self._check(step)
-        packed = pack(steps, self._block_size, self._device)
+        packed = pack(steps, self._block_size, self._device, self._min_rows)
         logits = self._run(packed, PagedCache(self._views, packed))
         self._finish()
         return logits[: len(steps)]
