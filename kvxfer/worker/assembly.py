@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ from kvxfer.worker.work_thread import Report, WorkThread
 
 logger = logging.getLogger(__name__)
 
+FIRST_EXTENSION_TIMEOUT_S = 600.0
+"""The host populates about 1 GiB a second."""
 STOP_TIMEOUT_S = 0.5
 """For each thread, so that a worker is gone within 2 s of Ctrl-C; then the process just ends."""
 
@@ -142,7 +145,10 @@ def _first_extension(parts: WorkerParts, loop: ControlLoop, announcer: Announcer
     wanted = parts.engine.initial_blocks
     announcer.step(f"committing and registering {wanted} blocks")
     parts.growth.request(wanted)
-    while not parts.growth.is_idle:  # a commit ends by itself: it waits for nobody
+    deadline_s = time.monotonic() + FIRST_EXTENSION_TIMEOUT_S
+    while not parts.growth.is_idle:
+        if time.monotonic() > deadline_s:
+            raise WorkerDied(f"the first extension took over {FIRST_EXTENSION_TIMEOUT_S:g} s")
         loop.turn(0.05)
     if parts.engine.allocator.num_blocks < 2:
         raise WorkerDied("the first extension of the KV cache failed; see the log above")

@@ -77,6 +77,7 @@ class PeerTable:
     def dial(self, address: str) -> None:
         key = self._channel.dial(address)
         self._peers[key] = Peer(key, time.monotonic())
+        logger.info("dialling %s until it answers", address)
 
     def send(self, key: str, message: Message) -> bool:
         """False when the peer is gone: it is then lost."""

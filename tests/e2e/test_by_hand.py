@@ -16,8 +16,11 @@ import pytest
 from support.commands import KVXFER, ROOT, TINY_MODEL, run
 from support.running import wait_until
 
+from kvxfer.control.cache_messages import Defragment, Sleep, WakeUp
 from kvxfer.control.channel import Channel
 from kvxfer.control.messages import Hello, Reject
+from kvxfer.model.tokenizer import Tokenizer
+from kvxfer.serve.router import Router
 
 SMALL = ("--memory-budget-bytes", str(1 << 30), "--kv-commit", "elastic")
 
@@ -129,6 +132,49 @@ def test_a_pair_started_by_hand_serves_prompts(prefill: HandStarted, tmp_path: P
         too_long.check_one_clear_line(1, "2048")
         wrong = run(*ask_router, "--prompt", "x", "--top-p", "0")
         wrong.check_one_clear_line(2, "top_p", "0")
+        assert decode.stop() == 0
+
+
+def test_sleep_and_wake_of_either_side_change_no_token(
+    prefill: HandStarted, tmp_path: Path
+) -> None:
+    """Over real NIXL: pages go, peers learn of it, prompts are refused, and all comes back."""
+    tokens = Tokenizer.load(TINY_MODEL).encode("HAMLET.\nTo be, or not to be, that is the " * 8)
+    with hand_started("decode", tmp_path / "log", "--prefill", prefill.address) as decode:
+        decode.wait_for("peer prefill-a is ready")
+        router = Router()
+        try:
+            backends = router.connect([decode.address, prefill.address], 30)
+
+            def answer() -> tuple[list[int], list[str], str]:
+                completion = router.submit(backends[0], tokens, 16, verify=True)
+                deadline = time.monotonic() + 60
+                while completion.finished is None:
+                    router.poll(0.01)
+                    assert time.monotonic() < deadline
+                finished = completion.finished
+                return completion.output, finished.kv_digests, finished.error
+
+            before = answer()
+            assert len(before[0]) == 16
+            for sleeper in backends:
+                slept = router.manage(sleeper, Sleep(timeout_s=10), 30)
+                assert (slept.problem, slept.is_sleeping) == ("", True)
+                assert router.status(sleeper).values["committed_bytes"] == 0
+                assert router.status(sleeper).values["registered_bytes"] == 0
+                assert "the cache sleeps" in answer()[2]
+                woken = router.manage(sleeper, WakeUp(), 30)
+                assert (woken.problem, woken.is_sleeping) == ("", False)
+                assert answer() == before
+            packed = router.manage(backends[0], Defragment(timeout_s=10), 30)
+            assert packed.problem == ""
+            assert answer() == before
+            for backend in backends:
+                values = router.status(backend).values
+                assert values["committed_bytes"] == values["registered_bytes"] > 0
+                assert values["blocks_used"] == values["blocks_quarantined"] == 0
+        finally:
+            router.close()
         assert decode.stop() == 0
 
 
