@@ -100,7 +100,8 @@ class LocalLauncher:
         log = self._log_dir / f"{name}.log"
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(read_fd, False)
-        command = [sys.executable, "-m", module, *arguments, "--ready-fd", str(write_fd)]
+        # -P: what lies in the user's directory must not be taken for a module of ours.
+        command = [sys.executable, "-P", "-m", module, *arguments, "--ready-fd", str(write_fd)]
         try:
             with log.open("wb") as output:
                 process = subprocess.Popen(
