@@ -292,7 +292,7 @@ class DecodeWorker:
             hopeless = request.why_hopeless(now, refusal)
             if hopeless:
                 self._fail(request, hopeless)
-        self._parts.transfer.serving = bool(self._requests)
+        self._parts.set_busy(bool(self._requests))
 
     def status(self) -> dict[str, int | float | str]:
         return {**self._parts.status(), "requests": len(self._requests)}

@@ -198,7 +198,7 @@ class PrefillWorker:
                 self._give_up(job, refusal)
             elif now > job.deadline_s and job.state is not JobState.ENDING:
                 self._give_up(job, f"deadline passed in state {job.state.name}")
-        self._parts.transfer.serving = bool(self._jobs)
+        self._parts.set_busy(bool(self._jobs))
 
     def status(self) -> dict[str, int | float | str]:
         return {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvxfer.config import WorkerOptions
 from kvxfer.control.channel import Channel
 from kvxfer.control.messages import WorkerFacts
-from kvxfer.errors import WorkerDied
+from kvxfer.errors import CacheError, WorkerDied
 from kvxfer.telemetry.trace import Trace
 from kvxfer.transfer.connector import load_connector
 from kvxfer.worker.engine import Engine, start_engine
@@ -44,6 +44,19 @@ class WorkerParts:
     transfer: TransferThread
     model: WorkThread
     trace: Trace
+
+    def set_busy(self, busy: bool) -> None:
+        """Told at every tick whether any request is here; conservation is checked when the last
+        has gone. A leak is told at once, and the blocks stay where they are: never reused."""
+        if self.transfer.serving and not busy:
+            counts = self.engine.allocator.counts()
+            try:
+                self.engine.allocator.check_conservation()
+                if counts.used or counts.quarantined:
+                    raise CacheError(f"blocks are held for no request: {counts}")
+            except CacheError as error:
+                logger.error("conservation is broken at idle: %s", error)
+        self.transfer.serving = busy
 
     def status(self) -> dict[str, int | float | str]:
         """The cache in numbers, as Status tells them."""

@@ -93,10 +93,6 @@ class CacheGrowth:
         assert self.is_idle
         self._start(self._engine.cache.committed_blocks)
 
-    def can_reach(self, num_blocks: int) -> bool:
-        """Whether the budget allows `num_blocks` blocks, the null block included."""
-        return num_blocks <= self._engine.bound_blocks
-
     def request(self, num_blocks: int) -> None:
         """Grow to at least `num_blocks` or as far as the budget allows, unless a growth is under
         way or failed just now (`on_settled` says when to ask again)."""

@@ -74,8 +74,6 @@ def test_a_request_for_what_is_there_or_beyond_the_budget_does_nothing(cluster):
         worker.parts.growth.request(wanted)
         assert worker.parts.growth.is_idle
     assert worker.parts.growth.regions.generation == 1
-    assert worker.parts.growth.can_reach(33)
-    assert not worker.parts.growth.can_reach(34)
 
 
 def test_growth_never_goes_beyond_the_budget(cluster):
