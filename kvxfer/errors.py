@@ -21,6 +21,7 @@ KvxferError                    exit code 1
 │   ├── HandshakeRejected      a peer that must not be talked to
 │   └── DeadlineExceeded       a state outlived its deadline
 ├── ModelError                 the model cannot be run
+│   ├── ModelOutOfMemory       a step's own allocations did not fit
 │   └── UnsupportedModel       ... by design
 └── WorkerDied                 a worker process ended when it should not have
 
@@ -159,6 +160,10 @@ class DeadlineExceeded(ControlError):
 
 
 class ModelError(KvxferError):
+    pass
+
+
+class ModelOutOfMemory(ModelError):
     pass
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 from kvxfer.memory.driver import MemoryInfo, VmmDriver
+
+logger = logging.getLogger(__name__)
 
 SHARED_BYTES = 1 << 30
 """A GPU with this much in use before the worker took anything is evidently shared: contexts and
@@ -24,6 +27,8 @@ class UsageMeter:
         self._on_host = driver.device == "cpu"
         self.at_start: MemoryInfo = driver.memory_info()
         self._base = _resident_bytes("VmRSS") if self._on_host else 0
+        if self._on_host:
+            _forget_peak()
 
     def available_bytes(self, utilization: float, budget_bytes: int) -> int:
         """What the process may use in all: a share of the device's memory, no more than was free
@@ -80,6 +85,14 @@ def _other_gpu_processes(device: str) -> list[int]:
     except pynvml.NVMLError:
         return []
     return sorted(process.pid for process in found if process.pid != os.getpid())
+
+
+def _forget_peak() -> None:
+    """Have VmHWM begin anew: what this process held before it was to be measured tells nothing."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        logger.debug("the peak of earlier work counts as well: %s", error)
 
 
 def _resident_bytes(field: str) -> int:

@@ -11,33 +11,15 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import TracebackType
 
-from kvxfer.errors import CacheError, CapacityExceeded, DriverError, OutOfMemory
+from kvxfer.errors import CacheError, CapacityExceeded, DriverError, MemoryPinned, OutOfMemory
+from kvxfer.memory.chunks import LARGEST_CHUNK, Chunk, chunk_sizes, largest_for
 from kvxfer.memory.driver import VmmDriver
 from kvxfer.memory.ranges import Range, merged, without
 
-LARGEST_CHUNK = 64 * 1024 * 1024
-"""On a GPU 64 MiB chunks commit about as fast per byte as any, 2 MiB chunks 30 to 50 times slower
-(measured on an H200, driver 580: 970-1,050 GiB/s against 21-38)."""
-
 Copy = Callable[[int, int, int], None]
 """Copies (to address, from address, size in bytes), and is done with it when it returns."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Chunk:
-    """One physical allocation behind bytes [offset, offset + size) of a buffer."""
-
-    offset: int
-    size: int
-    handle: int
-    """The driver's; owned by the buffer."""
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.size
 
 
 class VirtualBuffer:
@@ -59,6 +41,7 @@ class VirtualBuffer:
         self.largest_chunk_bytes = largest_chunk_bytes
         self._base: int | None = driver.reserve(size_bytes)
         self._tombstones: tuple[Range, ...] = ()
+        self._pinned: tuple[Chunk, ...] = ()
         self._set_chunks(())
 
     @property
@@ -88,16 +71,18 @@ class VirtualBuffer:
         return self._tombstones
 
     @property
-    def can_retire(self) -> bool:
-        return self._driver.can_retire
+    def pinned(self) -> tuple[Chunk, ...]:
+        """Chunks that were retired where the driver has no tombstones: they stay mapped, and are
+        nobody's to use, until `bury`."""
+        return self._pinned
 
     def commit(self, ranges: Sequence[tuple[int, int]]) -> tuple[Chunk, ...]:
         """Back all of `ranges`, (offset, size) each and so far uncommitted, or none of them.
 
-        Returns the new chunks, sorted. Raises CapacityExceeded beyond the reservation, CacheError
-        for a misaligned, empty or overlapping range, DriverError or OutOfMemory from the driver;
-        in every case nothing has changed. (Should the driver refuse the undoing as well, its error
-        is raised and what could not be undone stays listed in `chunks`.)
+        Returns the new chunks, sorted. Raises CapacityExceeded beyond the reservation, MemoryPinned
+        where chunks are, CacheError for a misaligned, empty or overlapping range, DriverError or
+        OutOfMemory from the driver; in every case nothing has changed. (Should the driver refuse
+        the undoing as well, its error is raised and what could not be undone stays in `chunks`.)
         """
         base = self.base_address
         pieces = self._pieces(self._checked(ranges))
@@ -122,24 +107,31 @@ class VirtualBuffer:
         self._dispose(self._driver.decommit, chunks)
 
     def retire(self, chunks: Iterable[Chunk]) -> None:
-        """`decommit` chunks that a lost peer may still reach: they become tombstones.
-
-        Only where `can_retire`.
-        """
+        """`decommit` chunks that a lost peer may still reach: until `bury` their addresses do not
+        fault. They become tombstones or, where the driver has none, stay in place, pinned."""
         before = self._chunks
+        dispose = self._driver.retire if self._driver.can_retire else _leave
+        gone: set[Chunk] = set()
         try:
-            self._dispose(self._driver.retire, chunks)
+            self._dispose(dispose, chunks)
         finally:
-            gone = set(before).difference(self._chunks)
-            tombs = (Range(chunk.offset, chunk.size) for chunk in gone)
-            self._tombstones = merged((*self._tombstones, *tombs))
+            gone.update(set(before).difference(self._chunks))
+            if self._driver.can_retire:
+                tombs = (Range(chunk.offset, chunk.size) for chunk in gone)
+                self._tombstones = merged((*self._tombstones, *tombs))
+            else:
+                self._pinned = tuple(sorted((*self._pinned, *gone)))
 
     def bury(self) -> None:
-        """Have the tombstones fault again: nobody can reach them any more."""
+        """Have what was retired fault again: nobody can reach it any more."""
         while self._tombstones:
             tomb = self._tombstones[0]
             self._driver.bury(self.base_address + tomb.offset, tomb.size)
             self._tombstones = self._tombstones[1:]
+        while self._pinned:
+            chunk = self._pinned[0]
+            self._driver.decommit(self.base_address + chunk.offset, chunk.size, chunk.handle)
+            self._pinned = self._pinned[1:]
 
     def merge(self, chunks: Sequence[Chunk], copy: Copy) -> Chunk:
         """Replace neighbours by one chunk with the same contents; returns it.
@@ -190,6 +182,7 @@ class VirtualBuffer:
         if self._base is None:
             return
         self.release_physical()
+        self.bury()
         self._driver.free(self._base, self.size_bytes)
         self._base = None
 
@@ -213,6 +206,9 @@ class VirtualBuffer:
                 raise CacheError(f"{item} is empty or not aligned to {granularity} bytes")
             if item.offset < 0 or item.end > self.size_bytes:
                 raise CapacityExceeded(f"{item} exceeds the {self.size_bytes} reserved bytes")
+        for item in asked:
+            if any(c.offset < item.end and item.offset < c.end for c in self._pinned):
+                raise MemoryPinned(f"{item}: a lost peer may still reach what was there before")
         occupied = sorted([*asked, *self._committed])
         for left, right in itertools.pairwise(occupied):
             if left.end > right.offset:
@@ -222,8 +218,10 @@ class VirtualBuffer:
     def _pieces(self, ranges: list[Range]) -> list[Range]:
         """One entry for each chunk to be made."""
         pieces: list[Range] = []
+        step_bytes = sum(size for _, size in ranges)
         for offset, size in ranges:
-            for piece in chunk_sizes(size, self._driver.granularity, self.largest_chunk_bytes):
+            largest = largest_for(size, step_bytes, self.largest_chunk_bytes)
+            for piece in chunk_sizes(size, self._driver.granularity, largest):
                 pieces.append(Range(offset, piece))
                 offset += piece
         return pieces
@@ -273,18 +271,5 @@ class VirtualBuffer:
         self._committed = merged(Range(chunk.offset, chunk.size) for chunk in self._chunks)
 
 
-def chunk_sizes(size: int, granularity: int, largest: int = LARGEST_CHUNK) -> list[int]:
-    """How to cut `size` bytes, a multiple of `granularity`, into few chunks: largest first.
-
-    As many of the greatest granularity × 2^k that `largest` allows as fit, then halving for the
-    rest: a tail never needs two of one size. A granularity above `largest` is its own largest.
-    """
-    if granularity < 1 or size < 0 or size % granularity:
-        raise CacheError(f"cannot cut {size} bytes into granules of {granularity}")
-    piece = granularity << (max(largest // granularity, 1).bit_length() - 1)
-    sizes: list[int] = []
-    while size:
-        count, size = divmod(size, piece)
-        sizes += [piece] * count
-        piece //= 2
-    return sizes
+def _leave(address: int, size_bytes: int, handle: int) -> None:
+    """What `retire` does to a chunk that stays as it is."""

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import CacheError
-from kvxfer.memory.virtual_buffer import LARGEST_CHUNK, chunk_sizes
+from kvxfer.memory.chunks import LARGEST_CHUNK, chunk_sizes, largest_for
 
 G = 4096
 
@@ -37,3 +37,29 @@ def test_chunk_sizes_of_an_example():
 def test_chunk_sizes_refuse_what_cannot_be_cut(size, granularity):
     with pytest.raises(CacheError):
         chunk_sizes(size, granularity)
+
+
+@given(
+    granules=st.integers(1, 1 << 18),
+    others=st.integers(0, 1 << 20),
+    granularity=st.sampled_from([4096, 2 << 20]),
+)
+def test_large_steps_take_larger_chunks_that_leave_parts_to_give_back(
+    granules, others, granularity
+):
+    """A range of `granules`, in a step that commits `others` more besides."""
+    size = granules * granularity
+    step = size + others * granularity
+    largest = largest_for(size, step)
+    assert largest >= LARGEST_CHUNK
+    if largest > LARGEST_CHUNK:
+        assert largest * 4 <= size, "a range is given back in quarters at least"
+        assert largest * 64 <= step
+    assert len(chunk_sizes(size, granularity, largest)) <= len(chunk_sizes(size, granularity))
+
+
+def test_small_steps_keep_the_largest_size():
+    assert largest_for(LARGEST_CHUNK, 64 * LARGEST_CHUNK) == LARGEST_CHUNK
+    assert largest_for(256 << 30, 256 << 30) == 4 << 30
+    assert largest_for(8 * LARGEST_CHUNK, 256 << 30) == 2 * LARGEST_CHUNK
+    assert largest_for(256 << 30, 256 << 30, largest=8 << 30) == 8 << 30

@@ -6,10 +6,11 @@ import pytest
 from support.children import run_in_child
 from support.fixtures import num_open_files
 
-from kvxfer.errors import CacheError, DriverError
+from kvxfer.errors import CacheError, DriverError, MemoryPinned
+from kvxfer.memory.chunks import Chunk
 from kvxfer.memory.host import HostDriver
 from kvxfer.memory.ranges import Range
-from kvxfer.memory.virtual_buffer import Chunk, VirtualBuffer
+from kvxfer.memory.virtual_buffer import VirtualBuffer
 
 PAGE = 4096
 
@@ -87,3 +88,100 @@ def test_only_neighbours_are_merged(buffer):
     with pytest.raises(CacheError, match="no chunk"):
         buffer.merge([Chunk(PAGE, PAGE, chunks[0].handle)], copy)
     assert list(buffer.chunks) == chunks
+
+
+# --- where the driver has none: chunks that stay, pinned ------------------------------------------
+
+
+@pytest.fixture
+def pinning(buffer, monkeypatch):
+    monkeypatch.setattr(HostDriver, "can_retire", False)
+    return buffer
+
+
+def test_what_is_pinned_stays_as_it_was_and_is_nobodys(pinning):
+    chunks = [*pinning.commit([(0, PAGE)]), *pinning.commit([(PAGE, PAGE)])]
+    base, files = pinning.base_address, num_open_files()
+    ctypes.memset(base, 1, 2 * PAGE)
+    pinning.retire(chunks[1:])
+    assert (pinning.pinned, pinning.tombstones) == ((chunks[1],), ())
+    assert pinning.chunks == (chunks[0],)
+    assert pinning.committed == (Range(0, PAGE),)
+    assert num_open_files() == files, "the memory is still held"
+    assert ctypes.string_at(base, 2 * PAGE) == b"\1" * 2 * PAGE
+    ctypes.memset(base + PAGE, 9, PAGE)  # the stale write
+    assert ctypes.string_at(base + PAGE, PAGE) == b"\11" * PAGE
+    for use in (pinning.decommit, pinning.retire):
+        with pytest.raises(CacheError, match="no chunk of this buffer"):
+            use([chunks[1]])
+    with pytest.raises(CacheError, match="no chunk of this buffer"):
+        pinning.merge(chunks, copy)
+    with pytest.raises(CacheError, match="no chunk of this buffer"):
+        pinning.export(chunks[1])
+    assert pinning.pinned == (chunks[1],)
+
+
+@pytest.mark.parametrize(("offset", "pages"), [(4, 2), (3, 2), (5, 2), (4, 1), (3, 4), (0, 10)])
+def test_nothing_is_committed_over_what_is_pinned(pinning, offset, pages):
+    (chunk,) = pinning.commit([(4 * PAGE, 2 * PAGE)])
+    pinning.retire([chunk])
+    files = num_open_files()
+    with pytest.raises(MemoryPinned, match="a lost peer may still reach"):
+        pinning.commit([(10 * PAGE, PAGE), (offset * PAGE, pages * PAGE)])
+    assert (pinning.chunks, pinning.pinned, num_open_files()) == ((), (chunk,), files)
+
+
+def test_beside_what_is_pinned_there_is_room(pinning):
+    (chunk,) = pinning.commit([(4 * PAGE, 2 * PAGE)])
+    pinning.retire([chunk])
+    below, above = pinning.commit([(3 * PAGE, PAGE), (6 * PAGE, PAGE)])
+    assert pinning.chunks == (below, above)
+    assert pinning.committed == (Range(3 * PAGE, PAGE), Range(6 * PAGE, PAGE))
+
+
+def test_burying_releases_what_is_pinned(pinning):
+    files = num_open_files()
+    chunks = pinning.commit([(0, 2 * PAGE), (8 * PAGE, PAGE)])
+    pinning.retire(chunks)
+    assert pinning.pinned == chunks
+    assert not faults(pinning.base_address)
+    pinning.bury()
+    pinning.bury()
+    assert (pinning.pinned, num_open_files()) == ((), files)
+    assert faults(pinning.base_address)
+    assert faults(pinning.base_address + 8 * PAGE)
+    pinning.commit([(0, 2 * PAGE)])
+    assert ctypes.string_at(pinning.base_address, 4) == bytes(4)
+
+
+def test_a_burial_that_the_driver_refuses_can_be_repeated(pinning, monkeypatch):
+    chunks = [*pinning.commit([(0, PAGE)]), *pinning.commit([(2 * PAGE, PAGE)])]
+    pinning.retire(chunks)
+    refusals = [chunks[1].offset + pinning.base_address]
+    release = HostDriver.decommit
+
+    def decommit(self, address, size_bytes, handle):
+        if address in refusals:
+            refusals.remove(address)
+            raise DriverError("decommit", 5, "refused")
+        release(self, address, size_bytes, handle)
+
+    monkeypatch.setattr(HostDriver, "decommit", decommit)
+    with pytest.raises(DriverError, match="refused"):
+        pinning.bury()
+    assert pinning.pinned == (chunks[1],)
+    pinning.bury()
+    assert pinning.pinned == ()
+
+
+def test_close_leaves_nothing_of_what_is_pinned(monkeypatch):
+    monkeypatch.setattr(HostDriver, "can_retire", False)
+    files = num_open_files()
+    buffer = VirtualBuffer(HostDriver(PAGE), 16 * PAGE)
+    base = buffer.base_address
+    buffer.retire(buffer.commit([(0, 3 * PAGE)])[:1])
+    buffer.commit([(8 * PAGE, PAGE)])
+    buffer.close()
+    buffer.close()
+    assert (num_open_files(), buffer.pinned, buffer.chunks) == (files, (), ())
+    assert faults(base)

@@ -45,15 +45,26 @@ def test_a_worker_may_use_its_share_and_its_budget_whichever_is_less():
 def test_plain_memory_serves_as_a_cache_that_does_not_grow():
     spec = KVCacheSpec(2, 2, 8, 8, "float32", 16)
     driver = FixedDriver("cpu")
-    geometry = CacheGeometry.build(spec, KVCacheLayout.LBHNC, 64, driver.granularity)
+    geometry = CacheGeometry.build([spec], [KVCacheLayout.LBHNC], [64], driver.granularity)
     cache = KVCache(driver, geometry)
     base = cache.buffer.base_address
-    cache.extend(64)
-    cache.views[1][63].fill_(7)
+    cache.extend([64])
+    cache.views[0][1][63].fill_(7)
     assert cache.buffer.base_address == base
-    assert cache.committed_blocks == 64
-    assert float(cache.views[1][63].sum()) == 7 * 2 * 16 * 16
+    assert cache.committed_blocks == (64,)
+    assert float(cache.views[0][1][63].sum()) == 7 * 2 * 16 * 16
     with pytest.raises(DriverError, match="fixed memory"):
         cache.buffer.export(cache.buffer.chunks[0])
     cache.close()
     assert driver.memory_info().free_bytes > 0
+
+
+def test_a_peak_from_before_the_measurement_is_forgotten():
+    gone = bytearray(b"\1" * (192 << 20))
+    del gone
+    meter = UsageMeter(HostDriver(4096))
+    used = meter.used_bytes(0)
+    assert meter.peak_bytes(used, 0) < 64 << 20
+    later = bytearray(b"\1" * (192 << 20))
+    del later
+    assert meter.peak_bytes(meter.used_bytes(0), 0) > 128 << 20

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvxfer.errors import CacheError, CapacityExceeded, DriverError
+from kvxfer.memory.chunks import Chunk, chunk_sizes
 from kvxfer.memory.host import HostDriver
-from kvxfer.memory.virtual_buffer import Chunk, VirtualBuffer, chunk_sizes
+from kvxfer.memory.virtual_buffer import VirtualBuffer
 
 G = 4096
 GRANULES = 48
