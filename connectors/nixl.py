@@ -168,6 +168,7 @@ class NixlConnector(AgentConnector):
     """Moves bytes with NIXL."""
 
     agent_class = NixlAgent
+    preferred_layout = "LBHNC"  # vLLM's NixlConnector asks for heads outside tokens, too
 
 
 def wants_progress_thread() -> bool:

@@ -14,14 +14,10 @@ from kvxfer.worker.engine import Engine
 
 def why_not(generate: Generate, engine: Engine) -> str:
     """Why a prompt can never be served by this worker, in one line, or ''."""
-    total = len(generate.tokens) + generate.max_new_tokens
     if not generate.tokens or generate.max_new_tokens < 1:
         return "prompt and max_new_tokens: at least one token each"
-    if total > engine.max_model_len:
-        return (
-            f"prompt of {len(generate.tokens)} + max_new_tokens of {generate.max_new_tokens} "
-            f"= {total} tokens: this worker holds {engine.max_model_len}"
-        )
+    if too_long := engine.why_too_long(len(generate.tokens), generate.max_new_tokens):
+        return too_long
     if not all(0 <= token < engine.info.vocab_size for token in generate.tokens):
         return f"prompt: a token is not in the vocabulary of {engine.info.vocab_size}"
     sampling = generate.sampling

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from decode.schedule import DecodeRequest, RequestState
+from kvxfer.cache.footprint import travelling
 from kvxfer.cache.kv_cache import KVCache
+from kvxfer.cache.pools import reaches
 from kvxfer.control.messages import Confirmed, Done, Grant, PrefillRequest, Ready, Taken
 from kvxfer.control.session import Peer
 from kvxfer.errors import WireError
 from kvxfer.telemetry.trace import Trace
 from kvxfer.transfer.connector import Direction
-from kvxfer.transfer.plan import CacheSide, plan_transfer
+from kvxfer.transfer.plan import plan_groups
 from kvxfer.transfer.regions import RegionSet
+from kvxfer.transfer.sides import cache_sides, why_not_blocks
 from kvxfer.worker.peers import PeerTable
 from kvxfer.worker.stats import add_movement
 from kvxfer.worker.transfer_thread import Movement, TransferThread
@@ -48,8 +51,7 @@ class Receiver:
         request.prefill = peer
         request.grant_id = secrets.token_hex(8)
         request.state = RequestState.GRANTED
-        needed = self._cache.geometry.spec.num_blocks(request.num_prompt_tokens)
-        grant = Grant(request.grant_id, request.blocks[:needed], timeout_s)
+        grant = Grant(request.grant_id, request.prompt_blocks, timeout_s)
         self._peers.send(
             peer.key,
             PrefillRequest(request.request_id, generate.tokens, generate.sampling, grant),
@@ -63,13 +65,15 @@ class Receiver:
         in_order = ready.start == request.tokens_read < ready.stop <= request.num_prompt_tokens
         if not in_order or request.offer_is_final:
             raise WireError(f"request {request.request_id}: Ready does not follow what came before")
-        capacity = peer.facts.geometry.capacity_blocks
-        if not all(0 < block < capacity for block in ready.lease.blocks):
-            raise WireError(f"request {request.request_id}: lease of a block that cannot be")
-        tokens = range(ready.start, ready.stop)
-        source = CacheSide(peer.facts.geometry, peer.regions, ready.lease.blocks)
-        target = CacheSide(self._cache.geometry, self._regions(), request.blocks)
-        plan = plan_transfer(source, target, tokens)
+        leased, num_prompt = ready.lease.blocks, request.num_prompt_tokens
+        wrong = why_not_blocks(peer.facts.geometry, leased, num_prompt)
+        if wrong:
+            raise WireError(f"request {request.request_id}: lease: {wrong}")
+        geometry = self._cache.geometry
+        source = cache_sides(peer.facts.geometry, peer.regions, leased, num_prompt)
+        target = cache_sides(geometry, self._regions(), request.prompt_blocks, num_prompt)
+        tokens = travelling(geometry.specs, num_prompt, range(ready.start, ready.stop))
+        plan = plan_groups(source, target, tokens)
         if ready.start == 0:
             self._trace.event("transfer_start", request=request.request_id, lane="pull")
         request.tokens_read = ready.stop
@@ -93,11 +97,12 @@ class Receiver:
             assert request.prefill is not None
             self._peers.send(request.prefill.key, Taken(request.request_id, request.grant_id))
 
-    def revoked(self, requests: Iterable[DecodeRequest], peer: Peer, lowest: int) -> None:
-        """`peer` takes its blocks from `lowest` on back: reads of them prove nothing any more."""
+    def revoked(self, requests: Iterable[DecodeRequest], peer: Peer, lowest: Sequence[int]) -> None:
+        """`peer` takes its blocks from `lowest` on back, group by group: reads of them prove
+        nothing any more."""
         for request in list(requests):
             is_read = request.prefill is peer and request.state is RequestState.GRANTED
-            if is_read and any(block >= lowest for block in request.lease_blocks):
+            if is_read and request.lease_blocks and reaches(request.lease_blocks, lowest):
                 self.on_failed(request, f"{peer.name} revoked memory that it had leased")
 
     def prove_pulled(self, request: DecodeRequest, confirmed: Confirmed) -> None:
@@ -114,8 +119,8 @@ class Receiver:
     def prove_pushed(self, request: DecodeRequest, done: Done) -> None:
         """Raises WireError unless the grant was used for all tokens of all layers."""
         covered = (done.grant_id, done.num_tokens, done.num_layers)
-        spec = self._cache.geometry.spec
-        expected = (request.grant_id, request.num_prompt_tokens, spec.num_layers)
+        layers = self._cache.geometry.num_layers
+        expected = (request.grant_id, request.num_prompt_tokens, layers)
         if covered != expected:
             raise WireError(
                 f"request {request.request_id}: Done covers {covered}, expected {expected}"
@@ -135,7 +140,5 @@ class Receiver:
                 end_ns=stats.end_ns,
                 num_bytes=stats.num_bytes,
             )
-        needed = self._cache.geometry.spec.num_blocks(request.num_prompt_tokens)
-        self._trace.event(
-            "filled", request=request.request_id, blocks=request.blocks[:needed], lane=lane
-        )
+        blocks = request.prompt_blocks
+        self._trace.event("filled", request=request.request_id, blocks=blocks, lane=lane)

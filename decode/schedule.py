@@ -16,8 +16,12 @@ WAITING and GRANTED have the request's deadline; RUNNING ends after max_new_toke
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvxfer.cache.footprint import decoder_start, has_encoder, prompt_entries
+from kvxfer.cache.spec import KVCacheSpec
+from kvxfer.cache.table import BlockTable
 from kvxfer.control.messages import Generate, TransferStats
 from kvxfer.control.session import Peer
 from kvxfer.errors import WireError
@@ -43,13 +47,16 @@ class DecodeRequest:
     router: str
     deadline_s: float
     state: RequestState = RequestState.WAITING
-    blocks: list[int] = field(default_factory=list)
+    specs: Sequence[KVCacheSpec] = ()
+    """Of the groups of our cache."""
+    blocks: list[list[int]] = field(default_factory=list)
+    """Group by group."""
     prefill: Peer | None = None
     grant_id: str = ""
     reads_in_flight: int = 0
     tokens_read: int = 0
     """Pull: tokens [0, tokens_read) were offered and their reads submitted."""
-    lease_blocks: list[int] = field(default_factory=list)
+    lease_blocks: list[list[int]] = field(default_factory=list)
     offer_is_final: bool = False
     writer_ended: bool = False
     """Prefill said, or was fenced so, that it writes nothing more for this request."""
@@ -71,6 +78,16 @@ class DecodeRequest:
         sampling = self.generate.sampling
         return SampleSpec(sampling.temperature, sampling.top_p, sampling.seed)
 
+    @property
+    def tables(self) -> list[BlockTable]:
+        return [BlockTable(ids) for ids in self.blocks]
+
+    @property
+    def prompt_blocks(self) -> list[list[int]]:
+        """Those that the prompt's hand-over has to fill, group by group."""
+        entries = prompt_entries(self.specs, self.num_prompt_tokens)
+        return [table.ids(kept) for table, kept in zip(self.tables, entries, strict=True)]
+
     def check_granted(self, direction: Direction) -> None:
         """Raises WireError unless the grant is being used, and in the agreed direction."""
         assert self.prefill is not None
@@ -90,8 +107,9 @@ class DecodeRequest:
 
     def next_step(self) -> SequenceStep:
         """Compute the KV of the newest token and the token after it."""
-        position = self.num_prompt_tokens + len(self.output) - 1
-        return SequenceStep(self.output[-1:], position, self.blocks, self.sample)
+        position = decoder_start(self.specs, self.num_prompt_tokens) + len(self.output) - 1
+        num_encoder = self.num_prompt_tokens if has_encoder(self.specs) else 0
+        return SequenceStep(self.output[-1:], position, self.tables, self.sample, num_encoder)
 
     def finish_reason(self) -> str:
         """stop, length or cancelled once the request has ended, else ''."""

@@ -9,6 +9,7 @@ from functools import partial
 from decode.admission import choose_prefill, why_not
 from decode.receiver import Receiver
 from decode.schedule import DecodeBatch, DecodeRequest, RequestState
+from kvxfer.cache.footprint import blocks_needed
 from kvxfer.control.messages import (
     Abort,
     Aborted,
@@ -24,7 +25,7 @@ from kvxfer.control.messages import (
 from kvxfer.control.session import Peer
 from kvxfer.errors import KvxferError
 from kvxfer.transfer.connector import Direction
-from kvxfer.transfer.digest import block_digests
+from kvxfer.transfer.digest import prompt_digests
 from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.loop import Handler
 
@@ -63,7 +64,7 @@ class DecodeWorker:
 
     def _on_generate(self, key: str, generate: Generate) -> None:
         deadline_s = time.monotonic() + self._parts.options.request_timeout_s
-        request = DecodeRequest(generate, key, deadline_s)
+        request = DecodeRequest(generate, key, deadline_s, specs=self._parts.engine.specs)
         problem = self._parts.residency.refusal or why_not(generate, self._parts.engine)
         if request.request_id in self._requests:
             problem = f"request_id: {request.request_id!r} is in use"
@@ -137,21 +138,19 @@ class DecodeWorker:
 
     def _admit(self) -> None:
         """Grant blocks to waiting requests, first come, first served; grow when they run low."""
-        allocator = self._parts.engine.allocator
-        spec = self._parts.engine.cache.geometry.spec
+        pools = self._parts.engine.pools
         for request in list(self._requests.values()):
             if request.state is not RequestState.WAITING:
                 continue
             peer = choose_prefill(request, self._parts.peers.ready(), self._requests.values())
             if peer is None:
                 continue  # its prefill is not there: it holds up nobody
-            tokens = request.num_prompt_tokens + request.generate.max_new_tokens
-            needed = spec.num_blocks(tokens)
-            if not allocator.can_allocate(needed):
-                wanted = allocator.num_blocks + needed - allocator.num_free
-                self._parts.growth.request(min(wanted, self._parts.engine.bound_blocks))
+            lengths = request.num_prompt_tokens, request.generate.max_new_tokens
+            needed = blocks_needed(request.specs, *lengths, step_tokens=1)
+            if not pools.can_allocate(needed):
+                self._parts.growth.request_for(needed)
                 return
-            request.blocks = allocator.allocate(needed)
+            request.blocks = pools.allocate(needed)
             self._receiver.grant(request, peer, self._parts.options.request_timeout_s)
 
     def _filled(self, request: DecodeRequest, first_token: int) -> None:
@@ -163,7 +162,7 @@ class DecodeWorker:
             return
         cache = self._parts.engine.cache
         self._parts.model.submit(
-            partial(block_digests, cache.views, request.blocks, request.num_prompt_tokens),
+            partial(prompt_digests, cache, request.tables, request.num_prompt_tokens),
             partial(self._digested, request),
             lambda error: self._fail(request, str(error)),
         )
@@ -185,7 +184,7 @@ class DecodeWorker:
             return
         self._batch.is_computing = True
         steps = [request.next_step() for request in batch]
-        self._parts.model.submit(
+        self._parts.steps.submit(
             partial(self._parts.engine.runner.decode_step, steps),
             partial(self._stepped, batch),
             partial(self._step_failed, batch),
@@ -216,7 +215,7 @@ class DecodeWorker:
         """End a request that is not decoding yet; its blocks may have to wait in quarantine."""
         if request.state is RequestState.GRANTED and request.prefill is not None:
             request.state = RequestState.ABORTING
-            self._parts.engine.allocator.quarantine(request.blocks)
+            self._parts.engine.pools.quarantine(request.blocks)
             self._finish(request, reason, error)
             if request.prefill.direction is Direction.PUSH and not request.writer_ended:
                 self._abort(request, error or reason)
@@ -241,13 +240,13 @@ class DecodeWorker:
             self._abort(request, "given up")
         if request.writer_ended or pulls:
             request.state = RequestState.ENDED
-            self._parts.engine.allocator.release_quarantined(request.blocks)
+            self._parts.engine.pools.release_quarantined(request.blocks)
             del self._requests[request.request_id]
             self._admit()
 
     def _end(self, request: DecodeRequest, reason: str, error: str) -> None:
         if request.blocks:
-            self._parts.engine.allocator.free(request.blocks)
+            self._parts.engine.pools.free(request.blocks)
         request.state = RequestState.ENDED
         del self._requests[request.request_id]
         self._finish(request, reason, error)
@@ -260,7 +259,7 @@ class DecodeWorker:
             request.request_id,
             reason,
             error,
-            len(request.blocks),
+            sum(map(len, request.blocks)),
             request.stats,
             request.kv_digests,
         )

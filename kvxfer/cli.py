@@ -8,7 +8,14 @@ import sys
 
 import cyclopts
 
+from kvxfer.bench.buffer import BufferOptions
+from kvxfer.bench.buffer_plot import BufferPlotOptions
 from kvxfer.bench.growth import GrowthOptions
+from kvxfer.bench.identity import IdentityOptions
+from kvxfer.bench.layouts import LayoutsOptions
+from kvxfer.bench.residency import ResidencyOptions
+from kvxfer.bench.share import ShareOptions
+from kvxfer.bench.stress import StressOptions
 from kvxfer.command import run_app
 from kvxfer.demo.plan import DemoOptions
 from kvxfer.serve.prompts import RouterOptions
@@ -57,6 +64,91 @@ def growth(options: GrowthOptions = GrowthOptions()) -> int:  # noqa: B008
     from kvxfer.bench.growth import run_growth
 
     return run_growth(options)
+
+
+@bench.command
+def layouts(options: LayoutsOptions = LayoutsOptions()) -> int:  # noqa: B008
+    """The time of a decode step in each of the six cache layouts, as a ratio to the best.
+
+    Exit code 1 if the layouts do not give the same tokens.
+    Example, on a GPU: kvxfer bench layouts --contexts 1024 --contexts 8192 --json layouts.json
+    """
+    from kvxfer.bench.layouts import run_layouts
+
+    return run_layouts(options)
+
+
+@bench.command
+def stress(options: StressOptions = StressOptions()) -> int:  # noqa: B008
+    """A load that takes much memory late, on a cache sized by an estimate and on one that grew.
+
+    Speculative decoding with a drafting model: its graphs, logits and sampling workspaces. The
+    fixed cache is tried at its usual share of the device, then at less, until the load survives.
+    Run again after it was cut short, it goes on where it was.
+    Example, on a GPU: kvxfer bench stress --json stress.json
+    """
+    from kvxfer.bench.stress import run_stress
+
+    return run_stress(options)
+
+
+@bench.command
+def share(options: ShareOptions = ShareOptions()) -> int:  # noqa: B008
+    """The growable cache's size as a share of the largest with which the same load survives.
+
+    Exit code 1 below 0.97.
+    Example, on a GPU: kvxfer bench share --resolution-mib 128 --json share.json
+    """
+    from kvxfer.bench.share import run_share
+
+    return run_share(options)
+
+
+@bench.command
+def identity(options: IdentityOptions = IdentityOptions()) -> int:  # noqa: B008
+    """Whether a cache that grows, sleeps or was told its size gives the bytes of a fixed one.
+
+    Exit code 1 if a token or a block of the prompts' KV differs.
+    Example: kvxfer bench identity --device cuda --json identity.json
+    """
+    from kvxfer.bench.identity import run_identity
+
+    return run_identity(options)
+
+
+@bench.command
+def residency(options: ResidencyOptions = ResidencyOptions()) -> int:  # noqa: B008
+    """Random growing, shrinking, sleeping, waking and packing, and what was lost or leaked by it.
+
+    Exit code 1 if anything was.
+    Example: kvxfer bench residency --device cuda --steps 1000 --json residency.json
+    """
+    from kvxfer.bench.residency import run_residency
+
+    return run_residency(options)
+
+
+@bench.command
+def buffer(options: BufferOptions = BufferOptions()) -> int:  # noqa: B008
+    """Which fraction of warm-up's transient peak a long mixed load needs beyond it.
+
+    Logs what is held besides the KV, fits the fraction, tries it, and draws it (with matplotlib).
+    Example, on a GPU: kvxfer bench buffer --minutes 10 --json buffer.json
+    """
+    from kvxfer.bench.buffer import run_buffer
+
+    return run_buffer(options)
+
+
+@bench.command
+def buffer_plot(options: BufferPlotOptions) -> int:
+    """Draw what `kvxfer bench buffer` logged, anywhere, later.
+
+    Example: kvxfer bench buffer-plot --samples buffer.jsonl --out buffer.svg
+    """
+    from kvxfer.bench.buffer_plot import run_buffer_plot
+
+    return run_buffer_plot(options)
 
 
 def main() -> None:

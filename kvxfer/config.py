@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import os
 import re
 import secrets
 from dataclasses import dataclass, replace
@@ -15,10 +13,8 @@ from cyclopts import Parameter
 
 from kvxfer.errors import UsageError
 
-logger = logging.getLogger(__name__)
-
 LAYOUT_VARIABLE = "KVXFER_KV_CACHE_LAYOUT"
-DEFAULT_LAYOUT = "LBHNC"
+DEFAULT_CONNECTOR = "nixl"
 CPU_KV_CACHE_BYTES = 4 << 30
 """The most a host cache takes unless told: vLLM's default for its CPU backend."""
 
@@ -45,7 +41,11 @@ class WorkerOptions:
     dtype: str = "auto"
     """float32, bfloat16, float16 or auto (float32 on the CPU, else the checkpoint's)."""
     kv_cache_layout: str = "auto"
-    """LBHNC, LBNHC, LHBNC, BLHNC, BLNHC or BHLNC (default: KVXFER_KV_CACHE_LAYOUT, then LBHNC)."""
+    """LBHNC, LBNHC, LHBNC, BLHNC, BLNHC or BHLNC, for all layers or by kind, as in
+    full=BLHNC,sliding=LBHNC (default: KVXFER_KV_CACHE_LAYOUT, then what a connector that you named
+    prefers, then LBNHC)."""
+    kv_cache_layout_override: Annotated[str, Parameter(show=False)] = ""
+    """For tests: above all else."""
     block_size: int = 16
     """Tokens per block."""
     max_model_len: int = 0
@@ -66,11 +66,17 @@ class WorkerOptions:
     kv_commit: Commit = "all"
     """all: commit the whole budget after warm-up; elastic: commit as blocks run low."""
     kv_initial_blocks: int = 0
-    """Elastic: blocks committed at the start (default: a sixteenth of the budget)."""
+    """Elastic: blocks of each group committed at the start (default: a sixteenth of the budget)."""
+    kv_low_watermark: float = 0.1
+    """Elastic: grow ahead of need when a smaller share of the blocks than this is free."""
+    kv_high_watermark: float = 1.0
+    """Elastic: give memory back when a larger share than this was free for 10 s (1: never)."""
     lane: str = "auto"
     """push, pull or auto (pull on GPUs, push on the host)."""
-    connector: str = "nixl"
-    """Module of connectors/ that moves KV."""
+    connector: str = "auto"
+    """Module of connectors/ that moves KV (default: nixl)."""
+    is_connector_named: Annotated[bool, Parameter(show=False)] = False
+    """Whether the user did: only then does its preference for a layout count."""
     threads: int = 1
     """CPU threads of the model; fixed, so that results do not depend on the machine's load."""
     request_timeout_s: float = 120.0
@@ -95,6 +101,12 @@ def resolve(options: WorkerOptions, role: str) -> WorkerOptions:
     for name in ("request_timeout_s", "peer_timeout_s"):
         if not 0 < getattr(options, name) < math.inf:
             raise UsageError(name, getattr(options, name), "must be more than 0 and finite")
+    for name in ("kv_low_watermark", "kv_high_watermark"):
+        if not 0 <= getattr(options, name) <= 1:
+            raise UsageError(name, getattr(options, name), "must be in [0, 1]")
+    if options.kv_low_watermark >= options.kv_high_watermark:
+        high = options.kv_high_watermark
+        raise UsageError("kv_low_watermark", options.kv_low_watermark, f"must be below {high}")
     if len(options.worker_id.encode()) > LONGEST_WORKER_ID:
         reason = f"longer than {LONGEST_WORKER_ID} bytes"
         raise UsageError("worker_id", options.worker_id, reason)
@@ -105,20 +117,9 @@ def resolve(options: WorkerOptions, role: str) -> WorkerOptions:
     return replace(
         options,
         worker_id=options.worker_id or f"{role}-{secrets.token_hex(3)}",
-        kv_cache_layout=_resolve_layout(options.kv_cache_layout),
+        connector=DEFAULT_CONNECTOR if options.connector == "auto" else options.connector,
+        is_connector_named=options.connector != "auto",
     )
-
-
-def _resolve_layout(asked: str) -> str:
-    """The single writer of the layout: the user's flag, then the variable, then the default."""
-    if asked != "auto":
-        reason, layout = "asked for by --kv-cache-layout", asked
-    elif LAYOUT_VARIABLE in os.environ:
-        reason, layout = f"asked for by {LAYOUT_VARIABLE}", os.environ[LAYOUT_VARIABLE]
-    else:
-        reason, layout = "the default", DEFAULT_LAYOUT
-    logger.info("KV cache layout %s: %s", layout, reason)
-    return layout
 
 
 def check_device(name: str) -> str:

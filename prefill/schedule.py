@@ -15,9 +15,13 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvxfer.cache.blocks import BlockAllocator
+from kvxfer.cache.footprint import blocks_needed, prompt_chunks
+from kvxfer.cache.pools import BlockPools
+from kvxfer.cache.spec import KVCacheSpec
+from kvxfer.cache.table import BlockTable
 from kvxfer.control.messages import PrefillRequest, TransferStats
 from kvxfer.control.session import Peer
 from kvxfer.model.runner import SequenceStep
@@ -40,7 +44,8 @@ class PrefillJob:
     peer: Peer
     deadline_s: float
     state: JobState = JobState.WAITING
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
+    """Group by group."""
     computed: int = 0
     """Tokens whose KV is in our cache."""
     first_token: int | None = None
@@ -66,10 +71,10 @@ class PrefillJob:
 class PrefillScheduler:
     """First come, first served; one job computes at a time. Control thread only."""
 
-    def __init__(self, allocator: BlockAllocator, chunk_tokens: int, block_size: int) -> None:
-        self._allocator = allocator
+    def __init__(self, pools: BlockPools, chunk_tokens: int, specs: Sequence[KVCacheSpec]) -> None:
+        self._pools = pools
         self._chunk_tokens = chunk_tokens
-        self._block_size = block_size
+        self._specs = specs
         self._waiting: deque[PrefillJob] = deque()
         self.current: PrefillJob | None = None
 
@@ -86,19 +91,20 @@ class PrefillScheduler:
         if self.current is job:
             self.current = None
 
-    def missing_blocks(self) -> int:
-        """Blocks that the job at the front lacks; 0 when it can start or there is none."""
+    def wanted_blocks(self) -> list[int]:
+        """Blocks of each group that the job at the front waits for; empty if it can start."""
         if self.current is not None or not self._waiting:
-            return 0
-        return max(0, self._needed(self._waiting[0]) - self._allocator.num_free)
+            return []
+        needed = self._needed(self._waiting[0])
+        return [] if self._pools.can_allocate(needed) else needed
 
     def next_chunk(self) -> tuple[PrefillJob, SequenceStep] | None:
         """The next chunk to compute; a waiting job gets its blocks here, when it can."""
         if self.current is None and self._waiting:
-            if not self._allocator.can_allocate(self._needed(self._waiting[0])):
+            if not self._pools.can_allocate(self._needed(self._waiting[0])):
                 return None
             job = self._waiting.popleft()
-            job.blocks = self._allocator.allocate(self._needed(job))
+            job.blocks = self._pools.allocate(self._needed(job))
             job.state = JobState.COMPUTING
             self.current = job
         if self.current is None or self.current.chunk_running:
@@ -116,17 +122,18 @@ class PrefillScheduler:
             self.remove(job)
         return range(start, job.computed)
 
-    def _needed(self, job: PrefillJob) -> int:
-        return -(-len(job.request.tokens) // self._block_size)
+    def _needed(self, job: PrefillJob) -> list[int]:
+        return blocks_needed(self._specs, len(job.request.tokens), 0, self._chunk_tokens)
 
     def _chunk(self, job: PrefillJob) -> SequenceStep:
         tokens = job.request.tokens
-        stop = min(job.computed + self._chunk_tokens, len(tokens))
+        chunks = prompt_chunks(self._specs, len(tokens), self._chunk_tokens)
+        stop = chunks[job.computed // len(chunks[0])].stop
         sampling = job.request.sampling
         spec = SampleSpec(sampling.temperature, sampling.top_p, sampling.seed)
         return SequenceStep(
             tokens=tokens[job.computed : stop],
             start=job.computed,
-            block_table=job.blocks,
+            tables=[BlockTable(blocks) for blocks in job.blocks],
             sample=spec if stop == len(tokens) else None,
         )

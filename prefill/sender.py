@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from kvxfer.cache.footprint import prompt_entries, travelling
 from kvxfer.cache.kv_cache import KVCache
+from kvxfer.cache.table import BlockTable
 from kvxfer.control.messages import Confirmed, Done, Lease, Ready
 from kvxfer.telemetry.trace import Trace
 from kvxfer.transfer.connector import Direction
-from kvxfer.transfer.plan import CacheSide, plan_transfer
+from kvxfer.transfer.plan import plan_groups
 from kvxfer.transfer.regions import RegionSet
+from kvxfer.transfer.sides import cache_sides
 from kvxfer.worker.peers import PeerTable
 from kvxfer.worker.stats import add_movement
 from kvxfer.worker.transfer_thread import Movement, TransferThread
@@ -50,9 +53,11 @@ class Sender:
 
     def _push(self, job: PrefillJob, tokens: range) -> None:
         assert job.peer.facts is not None
-        source = CacheSide(self._cache.geometry, self._regions(), job.blocks)
-        target = CacheSide(job.peer.facts.geometry, job.peer.regions, job.request.grant.blocks)
-        plan = plan_transfer(source, target, tokens)
+        num_prompt, specs = len(job.request.tokens), self._cache.geometry.specs
+        source = cache_sides(self._cache.geometry, self._regions(), self._kept(job), num_prompt)
+        granted, theirs = job.request.grant.blocks, job.peer.facts.geometry
+        target = cache_sides(theirs, job.peer.regions, granted, num_prompt)
+        plan = plan_groups(source, target, travelling(specs, num_prompt, tokens))
         if tokens.start == 0:
             self._trace.event("transfer_start", request=job.request.request_id, lane="push")
         job.moves_in_flight += 1
@@ -68,9 +73,15 @@ class Sender:
 
     def _offer(self, job: PrefillJob, tokens: range, timeout_s: float) -> None:
         final = tokens.stop == len(job.request.tokens)
-        lease = Lease(job.request.grant.grant_id, job.blocks, timeout_s)
+        lease = Lease(job.request.grant.grant_id, self._kept(job), timeout_s)
         ready = Ready(job.request.request_id, lease, tokens.start, tokens.stop, final)
         self._peers.send(job.peer.key, ready)
+
+    def _kept(self, job: PrefillJob) -> list[list[int]]:
+        """The blocks of what travels, group by group."""
+        entries = prompt_entries(self._cache.geometry.specs, len(job.request.tokens))
+        pairs = zip(job.blocks, entries, strict=True)
+        return [BlockTable(blocks).ids(kept) for blocks, kept in pairs]
 
     def complete(self, job: PrefillJob) -> None:
         """Tell decode that everything was pushed and is visible, or confirm what it pulled."""
@@ -86,7 +97,7 @@ class Sender:
                 end_ns=stats.end_ns,
                 num_bytes=stats.num_bytes,
             )
-            layers = self._cache.geometry.spec.num_layers
+            layers = self._cache.geometry.num_layers
             done = Done(
                 request.request_id,
                 request.grant.grant_id,

@@ -8,12 +8,14 @@ import time
 from functools import partial
 from typing import Any
 
+from kvxfer.cache.pools import reaches
 from kvxfer.control.messages import Abort, Aborted, Failed, PrefillRequest, Taken
 from kvxfer.control.session import Peer
 from kvxfer.errors import KvxferError, UsageError, WireError
 from kvxfer.model.runner import SequenceStep
 from kvxfer.model.sampling import SampleSpec
 from kvxfer.transfer.connector import Direction
+from kvxfer.transfer.sides import why_not_blocks
 from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.loop import Handler
 from prefill.schedule import JobState, PrefillJob, PrefillScheduler
@@ -30,9 +32,7 @@ class PrefillWorker:
         self._parts = parts
         self._jobs: dict[tuple[str, str], PrefillJob] = {}
         self._scheduler = PrefillScheduler(
-            engine.allocator,
-            parts.options.max_num_batched_tokens,
-            engine.cache.geometry.spec.block_size,
+            engine.pools, parts.options.max_num_batched_tokens, engine.specs
         )
         self._sender = Sender(
             engine.cache,
@@ -71,21 +71,16 @@ class PrefillWorker:
         """Why a request cannot be served, or ''."""
         engine = self._parts.engine
         num_tokens = len(request.tokens)
-        spec = engine.cache.geometry.spec
         assert peer.facts is not None
         if self._parts.residency.refusal:
             return self._parts.residency.refusal
-        if not 0 < num_tokens <= engine.max_model_len:
+        if num_tokens < 1 or engine.why_too_long(num_tokens, 0):
             return f"prompt of {num_tokens} tokens: this worker takes 1 to {engine.max_model_len}"
         if not all(0 <= token < engine.info.vocab_size for token in request.tokens):
             return f"prompt: a token is not in the vocabulary of {engine.info.vocab_size}"
-        blocks = request.grant.blocks
-        if len(blocks) < spec.num_blocks(num_tokens):
-            return f"grant of {len(blocks)} blocks for {num_tokens} tokens"
-        if not all(0 < block < peer.facts.geometry.capacity_blocks for block in blocks):
-            return "grant names the null block or one beyond the capacity"
-        if len(set(blocks)) != len(blocks):
-            return "grant names a block twice"
+        wrong = why_not_blocks(peer.facts.geometry, request.grant.blocks, num_tokens)
+        if wrong:
+            return f"grant: {wrong}"
         if not 0 < request.grant.timeout_s < math.inf:
             return f"grant has a timeout of {request.grant.timeout_s} s"
         sampling = request.sampling
@@ -119,25 +114,25 @@ class PrefillWorker:
         for job in [job for job in self._jobs.values() if job.peer is peer]:
             self._give_up(job, f"{peer.name} is lost: {reason}")
 
-    def _on_revoked(self, peer: Peer, lowest: int) -> None:
+    def _on_revoked(self, peer: Peer, lowest: list[int]) -> None:
         for job in [job for job in self._jobs.values() if job.peer is peer]:
-            if any(block >= lowest for block in job.request.grant.blocks):
+            if reaches(job.request.grant.blocks, lowest):
                 self._give_up(job, f"{peer.name} revoked memory that it had granted")
 
     # --- work ---------------------------------------------------------------------------------
 
     def _pump(self) -> None:
         """Start whatever can start."""
-        missing = self._scheduler.missing_blocks()
-        if missing:
-            self._parts.growth.request(self._parts.engine.allocator.num_blocks + missing)
+        wanted = self._scheduler.wanted_blocks()
+        if wanted:
+            self._parts.growth.request_for(wanted)
         found = self._scheduler.next_chunk()
         if found is None:
             return
         job, step = found
         job.chunk_running = True
         runner = self._parts.engine.runner
-        self._parts.model.submit(
+        self._parts.steps.submit(
             partial(runner.prefill_chunk, step),
             partial(self._chunk_done, job, step),
             partial(self._chunk_failed, job),
@@ -188,7 +183,7 @@ class PrefillWorker:
         job.state = JobState.ENDED
         del self._jobs[job.key]
         if job.blocks:
-            self._parts.engine.allocator.free(job.blocks)
+            self._parts.engine.pools.free(job.blocks)
         self._pump()
 
     def tick(self) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.config import (
+    DEFAULT_CONNECTOR,
     LAYOUT_VARIABLE,
     LONGEST_WORKER_ID,
     WorkerOptions,
@@ -29,12 +30,13 @@ def test_defaults_resolve_to_a_new_object():
     given = options()
     found = resolve(given, "prefill")
     assert found is not given
-    assert found.kv_cache_layout == "LBHNC"
+    assert found.connector == DEFAULT_CONNECTOR
+    assert not found.is_connector_named
     assert found.worker_id.startswith("prefill-")
     assert resolve(given, "prefill").worker_id != found.worker_id
-    unchanged = {"worker_id", "kv_cache_layout"}
+    decided = {"worker_id", "connector"}
     for field in dataclasses.fields(given):
-        if field.name not in unchanged:
+        if field.name not in decided:
             assert getattr(found, field.name) == getattr(given, field.name)
 
 
@@ -48,25 +50,15 @@ def test_options_are_frozen():
         options().device = "cpu"
 
 
-@pytest.mark.parametrize(
-    "flag, variable, layout, reason",
-    [
-        ("auto", None, "LBHNC", "the default"),
-        ("auto", "BLNHC", "BLNHC", LAYOUT_VARIABLE),
-        ("LHBNC", "BLNHC", "LHBNC", "--kv-cache-layout"),
-        ("LHBNC", None, "LHBNC", "--kv-cache-layout"),
-    ],
-)
-def test_the_layout_has_one_writer_and_its_reason_is_logged(
-    monkeypatch, caplog, flag, variable, layout, reason
-):
-    if variable:
-        monkeypatch.setenv(LAYOUT_VARIABLE, variable)
-    with caplog.at_level("INFO"):
-        assert resolve(options(kv_cache_layout=flag), "decode").kv_cache_layout == layout
-    (record,) = caplog.records
-    assert layout in record.message
-    assert reason in record.message
+@pytest.mark.parametrize("connector", ["loopback", DEFAULT_CONNECTOR])
+def test_a_connector_that_the_user_named_is_remembered_as_named(connector):
+    found = resolve(options(connector=connector), "decode")
+    assert (found.connector, found.is_connector_named) == (connector, True)
+
+
+def test_the_layout_is_left_to_the_worker_that_knows_its_groups(monkeypatch):
+    monkeypatch.setenv(LAYOUT_VARIABLE, "BLNHC")
+    assert resolve(options(), "decode").kv_cache_layout == "auto"
 
 
 REFUSED = [
@@ -86,6 +78,11 @@ REFUSED = [
     ("request_timeout_s", math.inf),
     ("peer_timeout_s", 0.0),
     ("peer_timeout_s", math.nan),
+    ("kv_low_watermark", -0.1),
+    ("kv_low_watermark", 1.0),
+    ("kv_low_watermark", math.nan),
+    ("kv_high_watermark", 1.1),
+    ("kv_high_watermark", math.nan),
     ("worker_id", "x" * (LONGEST_WORKER_ID + 1)),
     ("worker_id", "ä" * (LONGEST_WORKER_ID // 2 + 1)),
 ]

@@ -56,6 +56,7 @@ VENDOR_ROOMS = {
     "cyclopts": ("kvxfer/config.py", "kvxfer/command.py", "kvxfer/cli.py", "kvxfer/demo/plan.py",
                  "kvxfer/serve/prompts.py", "kvxfer/bench/", "prefill/__main__.py",
                  "decode/__main__.py"),
+    "matplotlib": ("kvxfer/bench/",),
     "rich": ("kvxfer/demo/screen.py",),
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from typing import Any
 from cyclopts import Parameter
 
 from kvxfer.bench.report import Figure, describe_machine, write_figures
-from kvxfer.cache.layout import CacheGeometry, KVCacheLayout
+from kvxfer.cache.layout import CacheGeometry, GroupGeometry, KVCacheLayout
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.errors import DeadlineExceeded, KvxferError, UsageError, WorkerDied
 
@@ -153,12 +153,12 @@ def _own(
     blocks = 1 + int(options.gib * GIB) // SPEC.block_bytes
     with ExitStack() as undo:
         cache, connector = _open(options.connector, layout, device, blocks, "owner", undo)
-        cache.extend(1)
+        cache.extend([1])
         start = time.monotonic()
-        extension = cache.extend(blocks)
+        (new_blocks,) = cache.extend([blocks]).new_blocks
         committed = time.monotonic()
-        for view in cache.views:
-            view[extension.new_blocks - 1].fill_(1.5)
+        for view in cache.views[0]:
+            view[new_blocks - 1].fill_(1.5)
         if device != "cpu":
             torch.cuda.synchronize(device)
         regions = [Region(chunk.offset, chunk.size) for chunk in cache.buffer.chunks]
@@ -170,7 +170,7 @@ def _own(
             cache.buffer.base_address,
             device,
             description,
-            extension.new_blocks,
+            new_blocks,
             [(region.offset, region.size) for region in regions],
         )
         described = time.monotonic()
@@ -184,18 +184,19 @@ def _open(
     connector: str, layout: KVCacheLayout, device: str, blocks: int, name: str, undo: ExitStack
 ) -> tuple[Any, Any]:
     """A cache of `blocks` reserved blocks and a connector over it; closed by `undo`."""
-    from kvxfer.cache.kv_cache import KVCache, open_files_needed
+    from kvxfer.cache.budget import open_files_needed
+    from kvxfer.cache.kv_cache import KVCache
+    from kvxfer.memory.chunks import LARGEST_CHUNK
     from kvxfer.memory.limits import ensure_open_files
-    from kvxfer.memory.virtual_buffer import LARGEST_CHUNK
     from kvxfer.transfer.connector import MemoryWindow, load_connector
     from kvxfer.worker.device import make_driver
 
     driver = make_driver(device)
     if isinstance(driver, str):
         raise UsageError("device", device, driver)
-    geometry = CacheGeometry.build(SPEC, layout, blocks, driver.granularity)
+    geometry = CacheGeometry.build([SPEC], [layout], [blocks], driver.granularity)
     if device == "cpu":
-        ensure_open_files(open_files_needed(geometry, blocks, LARGEST_CHUNK))
+        ensure_open_files(open_files_needed(geometry.groups[0], blocks, LARGEST_CHUNK))
     cache = KVCache(driver, geometry)
     undo.callback(cache.close)
     window = MemoryWindow(cache.buffer.base_address, geometry.total_bytes, device)
@@ -244,7 +245,7 @@ def _pull(pipe: Connection, cache: Any, transport: Any, undo: ExitStack) -> None
     from kvxfer.transfer.plan import CacheSide, plan_transfer
     from kvxfer.transfer.regions import Region, RegionSet
 
-    cache.extend(2)
+    cache.extend([2])
     own = [Region(chunk.offset, chunk.size) for chunk in cache.buffer.chunks]
     transport.register(own)
     undo.callback(transport.deregister, own)
@@ -253,17 +254,16 @@ def _pull(pipe: Connection, cache: Any, transport: Any, undo: ExitStack) -> None
     transport.connect("owner", offer.base_address, offer.description)
     loaded = time.monotonic()
     regions = RegionSet(tuple(Region(*region) for region in sorted(offer.regions)), 1)
-    geometry = CacheGeometry.build(
-        SPEC, cache.geometry.layout, offer.new_blocks, cache.geometry.granularity
-    )
+    own_group = cache.geometry.groups[0]
+    geometry = GroupGeometry.build(SPEC, own_group.layout, offer.new_blocks, own_group.granularity)
     source = CacheSide(geometry, regions, [offer.new_blocks - 1])
-    target = CacheSide(cache.geometry, RegionSet(tuple(sorted(own)), 1), [1])
+    target = CacheSide(own_group, RegionSet(tuple(sorted(own)), 1), [1])
     plan = plan_transfer(source, target, range(SPEC.block_size))
     ticket = transport.submit("owner", Direction.PULL, plan)
     deadline_s = time.monotonic() + STEP_TIMEOUT_S
     while not (ended := [r for r in transport.poll() if r.ticket == ticket]):
         if time.monotonic() > deadline_s:
             raise DeadlineExceeded("the pull did not end")
-    if ended[0].error or not all(bool((view[1] == 1.5).all()) for view in cache.views):
+    if ended[0].error or not all(bool((view[1] == 1.5).all()) for view in cache.views[0]):
         raise WorkerDied(ended[0].error or "what was pulled is not what was written")
     pipe.send((loaded, time.monotonic()))

@@ -53,7 +53,7 @@ def write_figures(path: Path, figures: Sequence[Figure], command: str, machine: 
     context = {
         "machine": machine,
         "versions": _versions(),
-        "commit": _commit(),
+        "commit": measured_commit(),
         "command": command,
     }
     records = [{**asdict(figure), "ok": figure.ok, **context} for figure in figures]
@@ -80,7 +80,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _commit() -> str:
+def measured_commit() -> str:
     """The commit measured, '-dirty' if the tree had changes; outside a checkout KVXFER_COMMIT."""
     command = [
         "git",

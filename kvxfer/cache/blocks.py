@@ -86,6 +86,11 @@ class BlockAllocator:
         self._free = [block for block in free if block < limit]
         self._withheld = [block for block in free if block >= limit]
 
+    @property
+    def bound_in_use(self) -> int:
+        """One more than the highest block that is used or quarantined, or null."""
+        return 1 + max((NULL_BLOCK, *self._held, *self._quarantined))
+
     def check_unused(self, num_blocks: int) -> None:
         """Raise BlocksInUse while a block at or above `num_blocks` is used or quarantined."""
         used = {block for block in self._held if block >= num_blocks}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvxfer.cache.spec import KVCacheSpec
@@ -19,6 +20,8 @@ AXES = "LBHNC"
 
 MAX_ADDRESSES = 1 << 47
 """What a process can address on x86-64 and AArch64, and far below what overflows int64."""
+MAX_GROUPS = 64
+"""More than any model has; a peer's word is bounded by it."""
 
 
 class KVCacheLayout(enum.StrEnum):
@@ -71,11 +74,10 @@ class KVCacheLayout(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class CacheGeometry:
-    """Where each byte of a cache of `capacity_blocks` blocks lies, relative to its base.
+class GroupGeometry:
+    """Where each byte of one group of `capacity_blocks` blocks lies, relative to the cache's base.
 
-    The byte of element (l, b, h, n, c) starts at the sum of index × stride. It travels in Hello:
-    a receiver gets it checked again at birth, so that a peer whose arithmetic differs is refused.
+    The byte of element (l, b, h, n, c) starts at `offset` plus the sum of index × stride.
     """
 
     spec: KVCacheSpec
@@ -84,12 +86,16 @@ class CacheGeometry:
     granularity: int
     strides: tuple[int, int, int, int, int]
     """Bytes between neighbours along L, B, H, N, C."""
+    offset: int = 0
+    """Where the group's first segment starts in the reservation."""
 
     def __post_init__(self) -> None:
         _check_sizes(self.capacity_blocks, self.granularity)
         expected = _strides(self.spec, self.layout, self.segment_stride_bytes)
         if self.strides != expected:
             raise PlanError(f"geometry: strides {self.strides} are not {expected}")
+        if self.offset < 0 or self.offset % self.granularity:
+            raise PlanError(f"geometry: offset {self.offset} is no multiple of the granularity")
         if self.total_bytes > MAX_ADDRESSES:
             raise UsageError(
                 "capacity_blocks", self.capacity_blocks, f"needs {self.total_bytes} addresses"
@@ -97,12 +103,17 @@ class CacheGeometry:
 
     @classmethod
     def build(
-        cls, spec: KVCacheSpec, layout: KVCacheLayout, capacity_blocks: int, granularity: int
-    ) -> CacheGeometry:
+        cls,
+        spec: KVCacheSpec,
+        layout: KVCacheLayout,
+        capacity_blocks: int,
+        granularity: int,
+        offset: int = 0,
+    ) -> GroupGeometry:
         _check_sizes(capacity_blocks, granularity)
         segment = _round_up(capacity_blocks * _slab_bytes(spec, layout), granularity)
         strides = _strides(spec, layout, segment)
-        return cls(spec, layout, capacity_blocks, granularity, strides)
+        return cls(spec, layout, capacity_blocks, granularity, strides, offset)
 
     @property
     def num_segments(self) -> int:
@@ -120,8 +131,12 @@ class CacheGeometry:
 
     @property
     def total_bytes(self) -> int:
-        """The size of the reservation."""
+        """Addresses that the group takes of the reservation."""
         return self.num_segments * self.segment_stride_bytes
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.total_bytes
 
     def committed_bytes_per_segment(self, num_blocks: int) -> int:
         """Whole granules that back the first `num_blocks` blocks of a segment."""
@@ -132,7 +147,78 @@ class CacheGeometry:
         return min(self.capacity_blocks, bytes_per_segment // self.segment_block_bytes)
 
     def segment_offset(self, segment: int) -> int:
-        return segment * self.segment_stride_bytes
+        return self.offset + segment * self.segment_stride_bytes
+
+    def offset_in_segment(self, offset: int) -> int:
+        """How far into its segment a byte of the group lies."""
+        return (offset - self.offset) % self.segment_stride_bytes
+
+    def lowest_block(self, start: int, end: int) -> int:
+        """The first block that may have bytes in [start, end), which overlaps the group."""
+        stride = self.segment_stride_bytes
+        start, end = max(start, self.offset) - self.offset, min(end, self.end) - self.offset
+        if start // stride != (end - 1) // stride:
+            return 0  # it reaches into a segment's beginning
+        return start % stride // self.segment_block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGeometry:
+    """The groups of one cache, one behind the other in a single reservation.
+
+    It travels in Hello: a receiver gets it checked again at birth, so that a peer whose arithmetic
+    differs is refused.
+    """
+
+    groups: tuple[GroupGeometry, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.groups) <= MAX_GROUPS:
+            raise UsageError("groups", len(self.groups), f"must be 1 to {MAX_GROUPS}")
+        end = 0
+        for group in self.groups:
+            if group.granularity != self.granularity or group.offset != end:
+                raise PlanError(f"geometry: a group at {group.offset} does not follow {end}")
+            end = group.end
+        if end > MAX_ADDRESSES:
+            raise UsageError("groups", len(self.groups), f"need {end} addresses")
+
+    @classmethod
+    def build(
+        cls,
+        specs: Sequence[KVCacheSpec],
+        layouts: Sequence[KVCacheLayout],
+        capacity_blocks: Sequence[int],
+        granularity: int,
+    ) -> CacheGeometry:
+        """One group for each entry of the three lists."""
+        groups: list[GroupGeometry] = []
+        for spec, layout, capacity in zip(specs, layouts, capacity_blocks, strict=True):
+            offset = groups[-1].end if groups else 0
+            groups.append(GroupGeometry.build(spec, layout, capacity, granularity, offset))
+        return cls(tuple(groups))
+
+    @property
+    def specs(self) -> tuple[KVCacheSpec, ...]:
+        return tuple(group.spec for group in self.groups)
+
+    @property
+    def granularity(self) -> int:
+        return self.groups[0].granularity
+
+    @property
+    def num_layers(self) -> int:
+        return sum(group.spec.num_layers for group in self.groups)
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of the reservation."""
+        return self.groups[-1].end
+
+    def bytes_of(self, num_blocks: Sequence[int]) -> int:
+        """What so many blocks of each group hold."""
+        pairs = zip(self.groups, num_blocks, strict=True)
+        return sum(group.spec.block_bytes * blocks for group, blocks in pairs)
 
 
 def _check_sizes(capacity_blocks: int, granularity: int) -> None:

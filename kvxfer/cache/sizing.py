@@ -66,16 +66,18 @@ class WarmUp:
     """Captured graphs, workspaces and whatever else stayed."""
     peak: int
     """The most that was held for a moment beyond what stayed."""
+    hooks: tuple[tuple[str, int], ...] = ()
+    """What stayed of each warm-up hook, by its name: whatever else will allocate in service."""
 
     @property
     def used(self) -> int:
-        return self.weights + self.transfer + self.graphs
+        return self.weights + self.transfer + self.graphs + sum(size for _, size in self.hooks)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryAccount:
-    """Bytes. `available` − weights − transfer − graphs − pinned − `buffer` = `kv`, unless the
-    user gave `kv` or the guard kept the size that warm-up proved."""
+    """Bytes. `available` − weights − transfer − graphs − hooks − pinned − `buffer` = `kv`, unless
+    the user gave `kv` or the guard kept the size that warm-up proved."""
 
     available: int
     """What this worker may use in all."""
@@ -95,6 +97,7 @@ class MemoryAccount:
             ("- weights", taken.weights),
             ("- transfer", taken.transfer),
             ("- graphs, workspaces", taken.graphs),
+            *((f"- {name}", size) for name, size in taken.hooks),
             ("- pinned by peers", self.pinned_by_peers),
             (f"- buffer (peak {taken.peak / MIB:.0f} MiB)", self.buffer),
             ("= KV cache", self.kv),

@@ -31,9 +31,10 @@ class RegionsRevoked(WireStruct, frozen=True):
 
 
 class Shrink(WireStruct, frozen=True):
-    """Give back the memory above `num_blocks` blocks; wait at most `timeout_s` for their users."""
+    """Give back the memory above `num_blocks` blocks, group by group; wait at most `timeout_s` for
+    their users."""
 
-    num_blocks: int
+    num_blocks: list[int]
     timeout_s: float
 
 
@@ -61,8 +62,10 @@ class CacheState(WireStruct, frozen=True):
     problem: str
     """Why it was not done, or not all of it; '' where it was."""
     is_sleeping: bool
-    num_blocks: int
-    """Blocks that may be used now, the null block among them."""
+    num_blocks: list[int]
+    """Blocks of each group that may be used now, the null block among them."""
     committed_bytes: int
     tombstone_bytes: int
     """Addresses without memory that a lost peer may still touch."""
+    pinned_bytes: int
+    """Memory that was given up but stays mapped, since a lost peer may still touch it."""

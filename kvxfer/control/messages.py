@@ -41,7 +41,7 @@ from kvxfer.control.cache_messages import (
 )
 from kvxfer.transfer.regions import Region
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -156,18 +156,19 @@ class Finished(WireStruct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A single-use right to write into these destination blocks."""
+    """A single-use right to write into these destination blocks: group by group, those of the
+    entries that the prompt's hand-over has to bring (`kvxfer.cache.footprint.prompt_entries`)."""
 
     grant_id: str
-    blocks: list[int]
+    blocks: list[list[int]]
     timeout_s: float
 
 
 class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A single-use right to read these source blocks."""
+    """A single-use right to read these source blocks, of the same entries as the grant's."""
 
     lease_id: str
-    blocks: list[int]
+    blocks: list[list[int]]
     timeout_s: float
 
 
@@ -179,7 +180,8 @@ class PrefillRequest(WireStruct, frozen=True):
 
 
 class Ready(WireStruct, frozen=True):
-    """Pull: the KV of tokens [start, stop) is there; `final` says that no more will come."""
+    """Pull: the KV of the prompt's tokens [start, stop) is there; `final` says that no more will
+    come."""
 
     request_id: str
     lease: Lease
@@ -202,7 +204,8 @@ class Confirmed(WireStruct, frozen=True):
 
 
 class Done(WireStruct, frozen=True):
-    """Push: every write of tokens [0, num_tokens) of all `num_layers` layers is visible."""
+    """Push: every write of the KV that `num_tokens` tokens of prompt come to, of all `num_layers`
+    layers of all groups, is visible."""
 
     request_id: str
     grant_id: str

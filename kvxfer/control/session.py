@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -75,17 +76,17 @@ class Peer:
             )
         self.regions = self.regions.add(update.regions)
 
-    def drop(self, revoke: RegionsRevoke) -> int:
-        """Remove revoked regions; returns the lowest block that may lie in one of them. Raises
-        RegionError for regions that the peer does not have."""
+    def drop(self, revoke: RegionsRevoke) -> list[int]:
+        """Remove revoked regions; returns, group by group, the lowest block that may lie in one of
+        them (the capacity: none). Raises RegionError for regions that the peer does not have."""
         assert self.facts is not None
         self.regions = self.regions.remove(revoke.regions)
-        geometry = self.facts.geometry
-        stride = geometry.segment_stride_bytes
-        starts = [region.offset % stride for region in revoke.regions]
-        if any(region.offset // stride != (region.end - 1) // stride for region in revoke.regions):
-            return 0  # no chunk of ours reaches from one segment into another
-        return min(starts, default=stride) // geometry.segment_block_bytes
+        lowest = []
+        for group in self.facts.geometry.groups:
+            inside = [r for r in revoke.regions if r.offset < group.end and r.end > group.offset]
+            blocks = (group.lowest_block(region.offset, region.end) for region in inside)
+            lowest.append(min(blocks, default=group.capacity_blocks))
+        return lowest
 
 
 def _check_inside(facts: WorkerFacts, regions: Sequence[Region]) -> None:
@@ -105,9 +106,12 @@ def agree(ours: WorkerFacts, theirs: WorkerFacts) -> Direction:
         ("model", ours.model, theirs.model),
         ("connector", ours.connector, theirs.connector),
     ]
-    spec, other = ours.geometry.spec, theirs.geometry.spec
-    for name in ("num_layers", "num_kv_heads", "head_dim_k", "head_dim_v", "dtype", "block_size"):
-        same.append((name, getattr(spec, name), getattr(other, name)))
+    specs, others = ours.geometry.specs, theirs.geometry.specs
+    same.append(("groups", len(specs), len(others)))
+    for index, (spec, other) in enumerate(zip(specs, others, strict=False)):
+        where = f" of group {index}" if len(specs) > 1 else ""
+        for name in (one.name for one in dataclasses.fields(spec)):
+            same.append((f"{name}{where}", getattr(spec, name), getattr(other, name)))
     for name, mine, yours in same:
         if mine != yours:
             raise HandshakeRejected(name, mine, yours)

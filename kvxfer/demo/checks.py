@@ -19,6 +19,7 @@ class GrowthInFlight:
     end_ns: int
     generation: int
     old_blocks: int
+    """Usable before and after, of all groups together."""
     new_blocks: int
     landed_request: str
     """A request whose KV was proved complete, after the growth, in blocks that it added."""
@@ -37,11 +38,10 @@ def growth_in_flight(
     ends = [event for event in transfer_events if event["event"] == "transfer_end"]
     fills = [event for event in decode_trace if event["event"] == "filled"]
     for growth in growths(decode_trace):
-        new = range(growth["old_blocks"], growth["new_blocks"])
         landed = [
             fill["request"]
             for fill in fills
-            if fill["at_ns"] > growth["at_ns"] and any(block in new for block in fill["blocks"])
+            if fill["at_ns"] > growth["at_ns"] and _is_in(fill["blocks"], growth)
         ]
         for end in ends:
             spans = end["start_ns"] < growth["at_ns"] < end["end_ns"]
@@ -53,8 +53,14 @@ def growth_in_flight(
                     growth["at_ns"],
                     end["end_ns"],
                     growth["generation"],
-                    growth["old_blocks"],
-                    growth["new_blocks"],
+                    sum(growth["old_blocks"]),
+                    sum(growth["new_blocks"]),
                     others[0],
                 )
     return None
+
+
+def _is_in(blocks: list[list[int]], growth: Event) -> bool:
+    """Whether a request holds a block, of any group, that the growth added."""
+    bounds = zip(blocks, growth["old_blocks"], growth["new_blocks"], strict=True)
+    return any(old <= block < new for ids, old, new in bounds for block in ids)

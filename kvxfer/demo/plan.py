@@ -98,6 +98,7 @@ class DemoPlan:
             *("--memory-budget-bytes", str(self.budget_bytes)),
             *("--kv-commit", options.kv_commit),
             *("--kv-initial-blocks", str(initial)),
+            *("--kv-low-watermark", "0"),  # it grows when the demo's own prompts want it to
             *("--lane", options.lane),
             *("--on-peer-loss", "exit"),
             *("--trace", str(trace)),

@@ -7,4 +7,7 @@ from kvxfer.model.loader import ModelInfo, inspect_model
 from kvxfer.model.sampling import SampleSpec
 from kvxfer.model.tokenizer import Detokenizer, Tokenizer
 
+REQUIRED_LAYOUT = ""
+"""The only layout that the attention backend works with; ours takes any, by its strides."""
+
 __all__ = ["Detokenizer", "ModelInfo", "SampleSpec", "Tokenizer", "inspect_model"]

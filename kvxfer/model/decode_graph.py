@@ -25,10 +25,21 @@ from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.errors import ModelError, UnsupportedModel
-from kvxfer.model.attention import DecodeCache
-from kvxfer.model.packing import MIN_ROWS, NULL_BLOCK, DecodeStep, SequenceStep, blocks_read
+from kvxfer.model.groups import ModelGroups
+from kvxfer.model.packing import (
+    MIN_ROWS,
+    NULL_BLOCK,
+    DecodeGroup,
+    DecodeStep,
+    SequenceStep,
+    Stretch,
+    stretches_of,
+)
+from kvxfer.model.paged_cache import DecodeCache, Views
 
 Work = Callable[[], None]
 Recorder = Callable[[Work], Work]
@@ -36,8 +47,8 @@ Recorder = Callable[[Work], Work]
 Forward = Callable[[DecodeStep, DecodeCache], torch.Tensor]
 """A model's pass over R rows: logits [R, V], freshly made."""
 
-PADDING_ROW: Final = (0, 0, NULL_BLOCK, 0, 0)
-"""Token, position, block, slot and length of a row that belongs to no sequence."""
+PADDING_ROW: Final = (0, 0, 0, 0)
+"""Token, position, slot and length of a row that belongs to no sequence; its blocks are null."""
 
 
 class DecodeGraphs:
@@ -50,22 +61,28 @@ class DecodeGraphs:
     def __init__(
         self,
         forward: Forward,
-        views: Sequence[torch.Tensor],
+        views: Views,
+        groups: ModelGroups,
         max_batch: int,
         max_tokens: int,
         record: Recorder,
     ) -> None:
-        """`views` as ModelRunner.bind's; no sequence exceeds `max_tokens`. The null block must be
+        """`views` as ModelRunner.bind's; no sequence exceeds `max_tokens`. The null blocks must be
         backed. Raises UnsupportedModel when the model's decode step cannot be recorded."""
-        self._block_size = views[0].shape[2]
-        self._device = views[0].device
+        self._groups = groups
+        self._device = views[0][0].device
         self.max_batch = max_batch
         self.sizes = batch_sizes(max_batch)
-        largest = self.sizes[-1]
-        self._columns = torch.zeros((5, largest), dtype=torch.int64, device=self._device)
-        """Rows as PADDING_ROW: one copy a step fills them all."""
-        max_blocks = -(-max_tokens // self._block_size)
-        self._tables = torch.zeros((largest, max_blocks), dtype=torch.int32, device=self._device)
+        largest, num_groups = self.sizes[-1], len(groups.specs)
+        width = len(PADDING_ROW) + num_groups
+        self._columns = torch.zeros((width, largest), dtype=torch.int64, device=self._device)
+        """Rows as PADDING_ROW, then a block for each group: one copy a step fills them all."""
+        self._tables = [
+            torch.zeros(
+                (largest, spec.num_blocks(max_tokens)), dtype=torch.int32, device=self._device
+            )
+            for spec in groups.specs
+        ]
         self._rows = torch.arange(largest, device=self._device)
         self._logits: torch.Tensor | None = None
         self._replays: dict[int, Work] = {}
@@ -88,16 +105,18 @@ class DecodeGraphs:
         assert self._logits is not None, "the recorder ran nothing"
         return self._logits[: len(steps)]
 
-    def _work(self, forward: Forward, views: Sequence[torch.Tensor], size: int) -> Work:
-        columns = self._columns[:, :size]
+    def _work(self, forward: Forward, views: Views, size: int) -> Work:
+        tokens, positions, slots, lens, *blocks = self._columns[:, :size]
+        parts = zip(self._groups.specs, blocks, self._tables, strict=True)
         step = DecodeStep(
-            input_ids=columns[:1],
-            position_ids=columns[1:2],
-            write_blocks=columns[2],
-            write_slots=columns[3],
-            seq_lens=columns[4],
-            block_tables=self._tables[:size],
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            seq_lens=lens,
             last_rows=self._rows[:size],
+            groups=tuple(
+                DecodeGroup(spec.window, block, slots, table[:size]) for spec, block, table in parts
+            ),
+            places=self._groups.layers,
         )
         cache = DecodeCache(views, step)
 
@@ -111,15 +130,32 @@ class DecodeGraphs:
         return work
 
     def _fill(self, steps: Sequence[SequenceStep], size: int) -> None:
-        tables = [blocks_read(step, self._block_size) for step in steps]
-        columns = np.array([PADDING_ROW] * size, dtype=np.int64).T.copy()
-        padded = np.full((len(steps), max(map(len, tables))), NULL_BLOCK, dtype=np.int32)
-        for row, (step, table) in enumerate(zip(steps, tables, strict=True)):
-            slot = step.start % self._block_size
-            columns[:, row] = step.tokens[0], step.start, table[-1], slot, step.end
-            padded[row, : len(table)] = table
+        specs, block_size = self._groups.specs, self._groups.specs[0].block_size
+        tables = [
+            table_rows(spec, stretches_of(steps, group, len(specs)))
+            for group, spec in enumerate(specs)
+        ]
+        padding = [NULL_BLOCK] * len(specs)
+        rows = np.array([[*PADDING_ROW, *padding]] * size, dtype=np.int64)
+        for row, step in enumerate(steps):
+            blocks = [table[row, step.start // block_size] for table in tables]
+            slot = step.start % block_size
+            rows[row] = step.tokens[0], step.start, slot, step.end, *blocks
+        columns = rows.T.copy()
         self._columns[:, :size].copy_(torch.from_numpy(columns))
-        self._tables[: len(steps), : padded.shape[1]].copy_(torch.from_numpy(padded))
+        for there, table in zip(self._tables, tables, strict=True):
+            there[: len(steps), : table.shape[1]].copy_(torch.from_numpy(table))
+
+
+def table_rows(spec: KVCacheSpec, stretches: Sequence[Stretch]) -> NDArray[np.int32]:
+    """A row of block ids for each stretch, as wide as the longest needs; entries that its tokens
+    do not see are the null block. Raises ModelError when a table does not cover its stretch."""
+    width = max(spec.num_blocks(one.end) for one in stretches)
+    rows = np.full((len(stretches), width), NULL_BLOCK, dtype=np.int32)
+    for row, one in zip(rows, stretches, strict=True):
+        entries = one.entries(spec)
+        row[entries.start : entries.stop] = one.table.ids(entries)
+    return rows
 
 
 def batch_sizes(max_batch: int) -> tuple[int, ...]:

@@ -3,10 +3,7 @@
 Facts relied on (transformers 5.17 and 5.24, read and run):
 - from_pretrained fills weights that the files lack with random numbers and only warns, so the
   loading report is asked for and a missing key is refused;
-- RoPE of type 'dynamic' and 'longrope' picks its frequencies by the longest position of the whole
-  packed batch, so one request would change another's tokens: such models are refused;
-- masks that are not causal or causal with a window (chunked attention) never reach an attention
-  function of ours, and recurrent state lives in no KV block: refused too.
+- in models with an encoder set_attn_implementation reaches both halves, which have a config each.
 
 Importing this module imports neither torch nor transformers: the router reads models with it.
 """
@@ -22,39 +19,16 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 
 from kvxfer.errors import UnsupportedModel, UsageError
+from kvxfer.model.config import Config, Generation, check_supported, decoder_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
 
-ATTENTION_NAME: Final = "kvxfer"
 DTYPES: Final = ("float32", "float16", "bfloat16")
 SAMPLED_ABOVE_BYTES: Final = 1 << 30
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
-ATTENTION_LAYERS: Final = frozenset({"full_attention", "sliding_attention"})
-BATCH_WIDE_ROPE: Final = frozenset({"dynamic", "longrope"})
-STATEFUL_TYPES: Final = frozenset(
-    [
-        "bamba",
-        "falcon_h1",
-        "falcon_mamba",
-        "granitemoehybrid",
-        "jamba",
-        "lfm2",
-        "mamba",
-        "mamba2",
-        "minimax",
-        "nemotron_h",
-        "qwen3_next",
-        "recurrent_gemma",
-        "rwkv",
-        "xlstm",
-        "zamba",
-        "zamba2",
-    ]
-)
-"""Models that keep recurrent or convolution state, which no KV block holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,32 +39,19 @@ class ModelInfo:
     model_type: str
     architecture: str
     max_model_len: int
-    """Tokens of the longest sequence, prompt and answer together."""
+    """Tokens of the longest sequence, prompt and answer together; with an encoder the prompt may
+    have as many, and the answer, its start included, as many again."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     fingerprint: str
     """32 hex digits over config.json and the weights; equal KV needs equal fingerprints. Files of
     more than 1 GiB count by name, size and 64 evenly spaced samples of 64 KiB."""
+    decoder_start_token_id: int | None = None
+    """What the decoder of a model with an encoder begins with; None for decoder-only models."""
 
-
-class _Config(msgspec.Struct):
-    """The fields of config.json that decide; transformers reads the rest."""
-
-    model_type: str
-    vocab_size: int
-    architectures: list[str] = []
-    max_position_embeddings: int | None = None
-    n_positions: int | None = None
-    is_encoder_decoder: bool = False
-    eos_token_id: int | list[int] | None = None
-    layer_types: list[str] | None = None
-    attention_chunk_size: int | None = None
-    rope_scaling: dict[str, Any] | None = None
-    rope_parameters: dict[str, Any] | None = None
-
-
-class _Generation(msgspec.Struct):
-    eos_token_id: int | list[int] | None = None
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return self.decoder_start_token_id is not None
 
 
 class _WeightIndex(msgspec.Struct):
@@ -105,25 +66,26 @@ def inspect_model(model_dir: Path) -> ModelInfo:
     """
     if not model_dir.is_dir():
         raise UsageError("model", str(model_dir), "not a directory")
-    config = _read_json(model_dir, "config.json", _Config)
+    config = _read_json(model_dir, "config.json", Config)
     if config is None:
         raise UsageError("model", str(model_dir), "no config.json")
-    _check_supported(config)
-    max_model_len = config.max_position_embeddings or config.n_positions
+    check_supported(config)
+    max_model_len = config.longest
     if max_model_len is None or max_model_len < 1 or config.vocab_size < 1:
         reason = "config.json must give a positive vocab_size and max_position_embeddings"
         raise UsageError("model", str(model_dir), reason)
     weights = _weight_files(model_dir)
-    generation = _read_json(model_dir, "generation_config.json", _Generation)
-    eos = generation.eos_token_id if generation is not None else None
+    generation = _read_json(model_dir, "generation_config.json", Generation) or Generation()
+    eos = config.eos_token_id if generation.eos_token_id is None else generation.eos_token_id
     return ModelInfo(
         model_dir=model_dir,
         model_type=config.model_type,
         architecture=config.architectures[0],
         max_model_len=max_model_len,
         vocab_size=config.vocab_size,
-        eos_token_ids=_as_tuple(config.eos_token_id if eos is None else eos),
+        eos_token_ids=_as_tuple(eos),
         fingerprint=_fingerprint(model_dir / "config.json", weights),
+        decoder_start_token_id=decoder_start(config, generation),
     )
 
 
@@ -172,8 +134,10 @@ def _from_pretrained(info: ModelInfo, dtype: str) -> tuple[Any, dict[str, Any]]:
 
     # Half typed: what from_pretrained returns depends on output_loading_info.
     factory: Any = transformers.AutoModelForCausalLM
+    if info.is_encoder_decoder:
+        factory = transformers.AutoModelForSeq2SeqLM
     logging: Any = transformers.utils.logging
-    attention.register(ATTENTION_NAME)
+    attention.register()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -187,7 +151,9 @@ def _from_pretrained(info: ModelInfo, dtype: str) -> tuple[Any, dict[str, Any]]:
                 use_safetensors=True,
                 output_loading_info=True,
             )
-            model.set_attn_implementation(ATTENTION_NAME)
+            model.set_attn_implementation(
+                attention.UNMASKED if info.is_encoder_decoder else attention.PAGED
+            )
     except (OSError, ValueError, RuntimeError, LookupError, ImportError, SafetensorError) as error:
         first_line = (str(error).splitlines() or [""])[0]
         raise UnsupportedModel(
@@ -195,39 +161,6 @@ def _from_pretrained(info: ModelInfo, dtype: str) -> tuple[Any, dict[str, Any]]:
             f"{type(error).__name__}: {first_line}"
         ) from error
     return model, report
-
-
-def _check_supported(config: _Config) -> None:
-    name = config.architectures[0] if config.architectures else "(none named)"
-    rope_types = _rope_types(config.rope_parameters) | _rope_types(config.rope_scaling)
-    batch_wide = sorted(rope_types & BATCH_WIDE_ROPE)
-    other_layers = sorted(set(config.layer_types or ()) - ATTENTION_LAYERS)
-    if config.is_encoder_decoder:
-        reason = "encoder-decoder models are not run"
-    elif config.model_type in STATEFUL_TYPES:
-        reason = f"{config.model_type} keeps state outside KV blocks"
-    elif other_layers:
-        reason = f"layer type {other_layers[0]} has no KV blocks of the usual kind"
-    elif config.attention_chunk_size is not None:
-        reason = "chunked attention is not run"
-    elif batch_wide:
-        reason = f"RoPE of type {batch_wide[0]} would let one request change another's tokens"
-    elif not name.endswith("ForCausalLM"):
-        reason = "only architectures named ...ForCausalLM are run"
-    else:
-        return
-    raise UnsupportedModel(f"architecture {name}: {reason}")
-
-
-def _rope_types(rope: dict[str, Any] | None) -> set[str]:
-    """The types named in RoPE parameters, which may be nested by layer type."""
-    found: set[str] = set()
-    for key, value in (rope or {}).items():
-        if isinstance(value, dict):
-            found |= _rope_types(value)
-        elif key in ("rope_type", "type") and isinstance(value, str):
-            found.add(value)
-    return found
 
 
 def _read_json(model_dir: Path, name: str, kind: type[T]) -> T | None:

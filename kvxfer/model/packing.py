@@ -15,15 +15,15 @@ from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from kvxfer.cache.spec import KVCacheSpec
+from kvxfer.cache.table import BlockTable
 from kvxfer.errors import ModelError
+from kvxfer.model.groups import ModelGroups, Place
 from kvxfer.model.sampling import SampleSpec
 
 MIN_ROWS: Final = 4
 NULL_BLOCK: Final = 0
-
-Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,12 @@ class SequenceStep:
     """New tokens; their KV is written."""
     start: int
     """Position of tokens[0]; KV of everything before it is in the cache."""
-    block_table: Sequence[int]
-    """Blocks from position 0 on; covers start + len(tokens) tokens, may be longer."""
+    tables: Sequence[BlockTable]
+    """One for each group of the cache."""
     sample: SampleSpec | None = None
     """How to choose the token that follows; None: none is wanted."""
+    num_encoder_tokens: int = 0
+    """Decode steps of a model with an encoder: how many tokens its CROSS groups hold."""
 
     def __post_init__(self) -> None:
         if not self.tokens or self.start < 0:
@@ -51,8 +53,12 @@ class SequenceStep:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One sequence in the packed row: rows [row, row + num_rows) are its last `num_rows` positions
-    of `kv_len`, whose KV lies at [kv_start, kv_start + kv_len) of what the cache gathers."""
+    """One sequence in one group: rows [row, row + num_rows) of the pass are the last `num_rows` of
+    the `kv_len` tokens that lie at [kv_start, kv_start + kv_len) of what the cache gathers.
+
+    `kv_len` counts from the first token that the first row sees, not from the first of the block
+    it lies in: what no row sees enters no arithmetic.
+    """
 
     row: int
     num_rows: int
@@ -61,39 +67,66 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedStep:
-    """Index tensors of one forward pass over R rows, made once and shared by all layers."""
+class GroupStep:
+    """Index tensors of a pass over R rows in one group, shared by the group's layers."""
 
     spans: tuple[Span, ...]
+    window: int
+    """Tokens that a row sees, itself included; 0: all before it."""
+    write_blocks: torch.Tensor
+    """[R]: the block that row r's KV goes to; the null block for a dummy row."""
+    write_slots: torch.Tensor
+    """[R]: and the token within it."""
+    read_blocks: torch.Tensor
+    """The blocks that each span reads, one span after the other."""
+    _masks: dict[Span, torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, span: Span) -> torch.Tensor:
+        """Bool [num_rows, kv_len]: which keys a row sees. Made once a pass for all layers."""
+        found = self._masks.get(span)
+        if found is None:
+            keys = torch.arange(span.kv_len, device=self.read_blocks.device)
+            queries = keys[span.kv_len - span.num_rows :, None]
+            found = keys <= queries
+            if 0 < self.window < span.kv_len:
+                found &= keys > queries - self.window
+            self._masks[span] = found
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedStep:
+    """Index tensors of one forward pass over R rows, made once."""
+
     input_ids: torch.Tensor
     """[1, R]; the rows after the last span are dummies that write to the null block."""
     position_ids: torch.Tensor
     """[1, R]"""
-    write_blocks: torch.Tensor
-    """[R]: the block that row r's KV goes to."""
-    write_slots: torch.Tensor
-    """[R]: and the token within it."""
-    read_blocks: torch.Tensor
-    """Every span's block table, one after the other."""
     last_rows: torch.Tensor
-    """Each span's last row, padded to 4 by repetition: the rows whose logits are wanted."""
-    windows: dict[int, int | None] = field(default_factory=dict)
-    """Sliding window by layer; each layer's attention enters its own as it runs."""
-    _masks: dict[tuple[Span, int | None], torch.Tensor] = field(default_factory=dict)
+    """The rows whose logits are wanted: each span's last, padded to 4 by repetition, or all."""
+    groups: tuple[GroupStep, ...]
+    places: Sequence[Place]
+    """By layer: which group it belongs to, and which of its layers it is."""
+    windows: dict[int, int] | None = None
+    """In a probe, which knows no windows yet, what each layer's attention was given (0: none)."""
 
-    def mask(self, span: Span, window: int | None) -> torch.Tensor:
-        """Bool [num_rows, kv_len]: a query sees itself, what precedes it, and of that only the
-        last `window` positions, itself included. Made once a step for all layers."""
-        found = self._masks.get((span, window))
-        if found is None:
-            device = self.read_blocks.device
-            keys = torch.arange(span.kv_len, device=device)
-            queries = keys[span.kv_len - span.num_rows :, None]
-            found = keys <= queries
-            if window is not None:
-                found &= keys > queries - window
-            self._masks[span, window] = found
-        return found
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Rows are the same in all groups."""
+        return self.groups[0].spans
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeGroup:
+    """One group's part of a DecodeStep."""
+
+    window: int
+    write_blocks: torch.Tensor
+    """[R]; the null block for a padding row."""
+    write_slots: torch.Tensor
+    """[R]"""
+    block_tables: torch.Tensor
+    """[R, max_blocks], int32; only entries that the row sees are ever looked at."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,17 +138,12 @@ class DecodeStep:
     """[1, R]"""
     position_ids: torch.Tensor
     """[1, R]"""
-    write_blocks: torch.Tensor
-    """[R]; the null block for a padding row."""
-    write_slots: torch.Tensor
-    """[R]"""
     seq_lens: torch.Tensor
-    """[R]: tokens whose KV a row reads, its own included; 0 for a padding row."""
-    block_tables: torch.Tensor
-    """[R, max_blocks], int32; what lies beyond seq_lens is never looked at."""
+    """[R]: tokens before and at a row, seen or not; 0 for a padding row."""
     last_rows: torch.Tensor
     """[R]: all rows."""
-    windows: dict[int, int | None] = field(default_factory=dict)
+    groups: tuple[DecodeGroup, ...]
+    places: Sequence[Place]
     """As PackedStep's."""
     pending: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
         default_factory=dict
@@ -123,46 +151,102 @@ class DecodeStep:
     """By layer: new keys, new values and the layer's view, from the cache to the attention."""
 
 
-def blocks_read(step: SequenceStep, block_size: int) -> Sequence[int]:
-    """The part of its block table that a step needs. Raises ModelError when it is too short."""
-    num_blocks = -(-step.end // block_size)
-    if len(step.block_table) < num_blocks:
-        raise ModelError(
-            f"{len(step.block_table)} blocks of {block_size} tokens for {step.end} tokens"
-        )
-    return step.block_table[:num_blocks]
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Tokens [start, end) of a sequence in one group, `table` its blocks."""
+
+    table: BlockTable
+    start: int
+    end: int
+
+    def entries(self, spec: KVCacheSpec) -> range:
+        """The table's entries that hold what these tokens see, themselves included. Raises
+        ModelError when the table has too few blocks to hold them at once."""
+        first = spec.first_seen(self.start) // spec.block_size
+        entries = range(first, spec.num_blocks(self.end))
+        if len(entries) > len(self.table.blocks):
+            raise ModelError(
+                f"{len(self.table.blocks)} blocks of {spec.block_size} tokens for "
+                f"{self.end - first * spec.block_size} tokens"
+            )
+        return entries
+
+
+def stretches_of(steps: Sequence[SequenceStep], group: int, num_groups: int) -> list[Stretch]:
+    """Each step's tokens in one group. Raises ModelError for a table too few or too many."""
+    for step in steps:
+        if len(step.tables) != num_groups:
+            raise ModelError(f"{len(step.tables)} block tables for {num_groups} groups")
+    return [Stretch(step.tables[group], step.start, step.end) for step in steps]
+
+
+def index_group(
+    spec: KVCacheSpec, stretches: Sequence[Stretch], device: torch.device, num_rows: int
+) -> GroupStep:
+    """One row a token, stretch after stretch, then dummies up to `num_rows`."""
+    spans: list[Span] = []
+    read_blocks: list[int] = []
+    size = spec.block_size
+    writes = np.zeros((2, num_rows), dtype=np.int64)
+    writes[0] = NULL_BLOCK
+    row = 0
+    for one in stretches:
+        entries = one.entries(spec)
+        blocks = one.table.ids(entries)
+        first = spec.first_seen(one.start)
+        kv_start = len(read_blocks) * size + first - entries.start * size
+        spans.append(Span(row, one.end - one.start, kv_start, one.end - first))
+        read_blocks.extend(blocks)
+        positions = np.arange(one.start, one.end)
+        rows = slice(row, row + len(positions))
+        writes[0, rows] = np.array(blocks)[positions // size - entries.start]
+        writes[1, rows] = positions % size
+        row = rows.stop
+    there = torch.from_numpy(writes).to(device)
+    return GroupStep(
+        spans=tuple(spans),
+        window=spec.window,
+        write_blocks=there[0],
+        write_slots=there[1],
+        read_blocks=torch.tensor(read_blocks, device=device),
+    )
 
 
 def pack(
     steps: Sequence[SequenceStep],
-    block_size: int,
+    groups: ModelGroups,
     device: torch.device,
     min_rows: int = MIN_ROWS,
+    all_rows: bool = False,
 ) -> PackedStep:
-    """At least `min_rows` rows. Raises ModelError when a block table does not cover its step."""
-    spans: list[Span] = []
-    rows: list[tuple[int, int, int, int]] = []
-    """(token, position, block, slot) of each row."""
-    read_blocks: list[int] = []
-    for step in steps:
-        blocks = blocks_read(step, block_size)
-        num_rows = len(step.tokens)
-        spans.append(Span(len(rows), num_rows, len(read_blocks) * block_size, step.end))
-        read_blocks.extend(blocks)
-        for position, token in enumerate(step.tokens, step.start):
-            block = step.block_table[position // block_size]
-            rows.append((token, position, block, position % block_size))
-    last_rows = [span.row + span.num_rows - 1 for span in spans]
-    last_rows += last_rows[-1:] * (min_rows - len(last_rows))
-    rows += [(0, 0, NULL_BLOCK, 0)] * (min_rows - len(rows))
-
-    columns = torch.tensor(rows, dtype=torch.int64).T.contiguous().to(device)
-    return PackedStep(
-        spans=tuple(spans),
-        input_ids=columns[:1],
-        position_ids=columns[1:2],
-        write_blocks=columns[2],
-        write_slots=columns[3],
-        read_blocks=torch.tensor(read_blocks, device=device),
-        last_rows=torch.tensor(last_rows, device=device),
+    """At least `min_rows` rows; logits are wanted of each step's last row, or of `all_rows`.
+    Raises ModelError when a block table does not cover its step."""
+    tokens = [token for step in steps for token in step.tokens]
+    positions = [position for step in steps for position in range(step.start, step.end)]
+    num_rows = max(min_rows, len(tokens))
+    dummies = [0] * (num_rows - len(tokens))
+    num_groups = len(groups.specs)
+    parts = tuple(
+        index_group(spec, stretches_of(steps, group, num_groups), device, num_rows)
+        for group, spec in enumerate(groups.specs)
     )
+    last_rows = [span.row + span.num_rows - 1 for span in parts[0].spans]
+    last_rows += last_rows[-1:] * (min_rows - len(last_rows))
+    wanted = list(range(num_rows)) if all_rows else last_rows
+    columns = torch.tensor([tokens + dummies, positions + dummies], device=device)
+    return PackedStep(
+        input_ids=columns[:1],
+        position_ids=columns[1:],
+        last_rows=torch.tensor(wanted, device=device),
+        groups=parts,
+        places=groups.layers,
+    )
+
+
+def probe_step(num_layers: int, device: torch.device) -> PackedStep:
+    """A single token at position 0 of a model whose groups are not known yet. Its layers' KV is
+    attended as it is computed: it goes with a RecordingCache."""
+    rows = torch.zeros(1, MIN_ROWS, dtype=torch.int64, device=device)
+    one = GroupStep((Span(0, 1, 0, 1),), 0, rows[0], rows[0], rows[0, :1])
+    places = [Place(0, layer) for layer in range(num_layers)]
+    return PackedStep(rows, rows, rows[0], (one,), places, windows={})

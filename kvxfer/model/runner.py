@@ -3,7 +3,8 @@
 A runner is used by one thread. Its forward passes are bit-reproducible on one machine: fixed
 threads, at least 4 rows (see packing), one attention call per sequence. Prefill in the same chunks
 and decode in any batch give the same bits of KV and the same tokens, whatever the cache's layout
-and block ids and wherever the KV was computed.
+and block ids and wherever the KV was computed. Models with an encoder run one sequence a pass (see
+encoder_decoder), op by op.
 
 On a GPU, warm-up records the decode step (see decode_graph) and decode_step repeats it; prefill,
 and everything on the CPU, runs op by op. The bits of a GPU depend on the batch.
@@ -22,16 +23,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvxfer.cache.spec import KVCacheSpec
+from kvxfer.cache.table import BlockTable
 from kvxfer.errors import ModelError, UnsupportedModel, UsageError
-from kvxfer.model.attention import STEP_ARGUMENT, DecodeCache, PagedCache, RecordingCache
+from kvxfer.model import encoder_decoder, probe
+from kvxfer.model.checks import check_steps, check_views
 from kvxfer.model.decode_graph import CudaRecorder, DecodeGraphs, Recorder
+from kvxfer.model.groups import ModelGroups
 from kvxfer.model.loader import ModelInfo, load_model
+from kvxfer.model.memory import tells_lack_of_memory
 from kvxfer.model.packing import MIN_ROWS, NULL_BLOCK, DecodeStep, PackedStep, SequenceStep, pack
+from kvxfer.model.paged_cache import (
+    STEP_ARGUMENT,
+    DecodeCache,
+    PagedCache,
+    RecordingCache,
+    Views,
+)
 from kvxfer.model.row_classes import padded_rows
 from kvxfer.model.sampling import SampleSpec, sample
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import EncoderDecoderCache, PreTrainedModel
 
 __all__ = ["ModelRunner", "SequenceStep"]
 
@@ -39,17 +51,19 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """load, probe_spec, bind, warm_up; then prefill_chunk and decode_step; close."""
+    """load, probe_specs, bind, warm_up; then prefill_chunk and decode_step; close."""
 
     def __init__(self, info: ModelInfo, model: PreTrainedModel, device: torch.device) -> None:
         self.info = info
         self._model: PreTrainedModel | None = model
         self._device = device
         self._cache_argument = _cache_argument(model)
-        self._views: tuple[torch.Tensor, ...] = ()
+        self._groups: ModelGroups | None = None
+        self._views: tuple[tuple[torch.Tensor, ...], ...] = ()
         self._graphs: DecodeGraphs | None = None
         is_exact = device.type == "cpu" and model.dtype == torch.float32
-        self._min_rows = padded_rows(model) if is_exact else MIN_ROWS
+        is_packed = not info.is_encoder_decoder
+        self._min_rows = padded_rows(model) if is_exact and is_packed else MIN_ROWS
 
     @classmethod
     def load(cls, info: ModelInfo, device: str, dtype: str | None, threads: int) -> ModelRunner:
@@ -62,42 +76,36 @@ class ModelRunner:
         torch.set_num_threads(threads)
         return cls(info, load_model(info, device, dtype), torch.device(device))
 
-    def probe_spec(self, block_size: int) -> KVCacheSpec:
-        """The KV of this model's layers, seen in a forward pass of one token, not guessed from
-        the config's field names. Raises UnsupportedModel when the layers differ, when a layer has
-        no KV, or when attention does not run as this package needs it to."""
-        step = SequenceStep(tokens=(0,), start=0, block_table=(NULL_BLOCK,))
-        packed = pack([step], block_size, self._device)
-        cache = RecordingCache(packed)
-        self._run(packed, cache)
-        num_layers = int(self._loaded().config.num_hidden_layers)
-        if sorted(cache.geometries) != list(range(num_layers)):
-            raise self._unsupported(f"{len(cache.geometries)} of {num_layers} layers have KV")
-        if sorted(packed.windows) != list(range(num_layers)):
-            raise self._unsupported("its layers do not run attention through transformers' seam")
-        self._check_windows(packed.windows)
-        shapes = set(cache.geometries.values())
-        if len(shapes) != 1:
-            raise self._unsupported(f"its layers differ in KV: {sorted(shapes)}")
-        heads, head_dim_k, head_dim_v, dtype = shapes.pop()
-        return KVCacheSpec(num_layers, heads, head_dim_k, head_dim_v, dtype, block_size)
+    def probe_specs(self, block_size: int) -> tuple[KVCacheSpec, ...]:
+        """The groups of this model's layers, seen in a forward pass of one token, not guessed from
+        the config's field names. Raises UnsupportedModel when a layer has no KV, or when attention
+        does not run as this package needs it to."""
+        try:
+            if self.info.decoder_start_token_id is not None:
+                start = self.info.decoder_start_token_id
+                found = encoder_decoder.probe_layers(self._run_decoder, start, self._device)
+            else:
+                config = self._loaded().config
+                found = probe.decoder_layers(self._run, config, self._device), []
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{self.info.architecture}: {error}") from error
+        self._groups = ModelGroups.of(*found, block_size)
+        return self._groups.specs
 
-    def bind(self, views: Sequence[torch.Tensor]) -> None:
-        """Use `views` from now on: one tensor [B, H, N, C] a layer, of the probed spec's shape and
-        dtype, any strides. The caller owns the memory and keeps it mapped; of uncommitted blocks
-        only addresses are computed. Recorded decode steps are dropped unless the views are the
-        very same tensors."""
-        if not views:
-            raise ModelError("no views to bind")
-        first = views[0]
-        for layer, view in enumerate(views):
-            if view.ndim != 4 or view.shape != first.shape or view.dtype != first.dtype:
-                raise ModelError(f"the view of layer {layer} is {view.dtype} {tuple(view.shape)}")
-        if len(views) != len(self._views) or any(
-            new is not old for new, old in zip(views, self._views, strict=True)
-        ):
+    def bind(self, views: Views) -> None:
+        """Use `views` from now on: by group, one tensor [B, H, N, C] a layer, of the probed spec's
+        shape and dtype, any strides. The caller owns the memory and keeps it mapped; of uncommitted
+        blocks only addresses are computed. Recorded decode steps are dropped unless the views are
+        the very same tensors."""
+        if self._groups is None:
+            raise ModelError("the model's groups were not probed")
+        check_views(self._groups.specs, views)
+        old, new = (
+            [view for group in by_group for view in group] for by_group in (self._views, views)
+        )
+        if len(new) != len(old) or any(a is not b for a, b in zip(new, old, strict=True)):
             self._graphs = None
-        self._views = tuple(views)
+        self._views = tuple(tuple(group) for group in views)
 
     def warm_up(
         self,
@@ -108,18 +116,25 @@ class ModelRunner:
     ) -> None:
         """Run the largest prefill chunk and the largest decode batch, at the end of a context of
         `max_context` tokens (default: the model's longest), so that the memory they take was taken
-        once. Every block id is 0: only the null block is touched, and zeroed first. On a GPU decode
-        steps of up to `max_batch` are recorded before, unless `capture_graphs` is False."""
+        once; an encoder takes the whole context in one. Every block id is 0: only the null blocks
+        are touched, and zeroed first. On a GPU decode steps of up to `max_batch` are recorded
+        before, unless `capture_graphs` is False."""
+        groups = self._bound()
         context = min(max_context or self.info.max_model_len, self.info.max_model_len)
-        table = [NULL_BLOCK] * -(-context // self._block_size)
-        for view in self._views:
-            view[NULL_BLOCK].zero_()
+        tables = [BlockTable([NULL_BLOCK] * spec.num_blocks(context)) for spec in groups.specs]
+        for group in self._views:
+            for view in group:
+                view[NULL_BLOCK].zero_()
         if capture_graphs and self._device.type == "cuda":
             self.record_decode(max_batch)
-        num_tokens = min(max_tokens, context)
+        has_encoder = self.info.is_encoder_decoder
+        num_tokens = context if has_encoder else min(max_tokens, context)
         spec = SampleSpec()
-        self.prefill_chunk(SequenceStep([0] * num_tokens, context - num_tokens, table, spec))
-        self.decode_step([SequenceStep([0], context - 1, table, spec)] * max_batch)
+        self.prefill_chunk(SequenceStep([0] * num_tokens, context - num_tokens, tables, spec))
+        if context > 1:
+            num_encoder = context if has_encoder else 0
+            one = SequenceStep([0], context - 1, tables, spec, num_encoder)
+            self.decode_step([one] * max_batch)
 
     def record_decode(self, max_batch: int, record: Recorder | None = None) -> bool:
         """Record the decode step of up to `max_batch` sequences; decode_step repeats it from then
@@ -129,9 +144,12 @@ class ModelRunner:
         """
         self._graphs = None
         try:
+            if self.info.is_encoder_decoder:
+                raise ModelError("a model with an encoder runs one sequence a pass")
             self._graphs = DecodeGraphs(
                 self._run,
                 self._views,
+                self._bound(),
                 max_batch,
                 self.info.max_model_len,
                 record or CudaRecorder(self._device),
@@ -141,14 +159,19 @@ class ModelRunner:
         return self._graphs is not None
 
     def logits(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
-        """One forward pass op by op, its KV written: [len(steps), V] for each sequence's last
-        token, on the device. What the methods below choose from; errors as theirs."""
-        for step in steps:
-            self._check(step)
-        packed = pack(steps, self._block_size, self._device, self._min_rows)
-        logits = self._run(packed, PagedCache(self._views, packed))
+        """A forward pass op by op, its KV written: [len(steps), V] for each sequence's last token,
+        on the device. What the methods below choose from; errors as theirs."""
+        groups = self._bound()
+        check_steps(steps, self.info)
+        start = self.info.decoder_start_token_id
+        if start is not None:
+            run, views = self._run_decoder, self._views
+            logits = encoder_decoder.run_steps(run, views, groups, steps, start)
+        else:
+            packed = pack(steps, groups, self._device, self._min_rows)
+            logits = self._run(packed, PagedCache(self._views, packed))[: len(steps)]
         self._finish()
-        return logits[: len(steps)]
+        return logits
 
     def decode_logits(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
         """As `logits`, for one new token a sequence; recorded work is repeated where there is any.
@@ -156,23 +179,52 @@ class ModelRunner:
         graphs = self._graphs
         if graphs is None or not graphs.holds(steps):
             return self.logits(steps)
-        for step in steps:
-            self._check(step)
+        check_steps(steps, self.info)
         logits = graphs.run(steps)
         self._finish()
         return logits
 
+    def verify(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+        """One forward pass, its KV written: for each step logits [len(step.tokens), V], of what
+        follows each of its tokens, on the device. Errors as prefill_chunk, and ModelError for a
+        model with an encoder.
+
+        A token's bits may differ from those of a decode step, whose attention has a single query.
+        """
+        if self.info.is_encoder_decoder:
+            raise ModelError(
+                f"{self.info.architecture}: a model with an encoder verifies no drafts"
+            )
+        if not steps:
+            return []
+        groups = self._bound()
+        check_steps(steps, self.info)
+        packed = pack(steps, groups, self._device, self._min_rows, all_rows=True)
+        logits = self._run(packed, PagedCache(self._views, packed))
+        self._finish()
+        return [logits[span.row : span.row + span.num_rows] for span in packed.spans]
+
+    @tells_lack_of_memory
     def prefill_chunk(self, step: SequenceStep) -> int | None:
         """Write the KV of the chunk's tokens; the token that follows them if `step.sample` is set.
+        An encoder's prompt is one chunk: cross attention's KV is written, and that of the decoder's
+        start, which the token follows.
 
         On return the KV is in memory. Raises UsageError for a token outside the vocabulary,
-        ModelError for a step that the model or its block table cannot hold; nothing was written.
+        ModelError for a step that the model or its block tables cannot hold; nothing was written.
+        ModelOutOfMemory when its own allocations fail: it may be tried again.
         """
+        if step.num_encoder_tokens:
+            raise ModelError("a prompt of tokens that the encoder had before")
         logits = self.logits([step])
         return self._choose([step], logits)[0] if step.sample is not None else None
 
+    @tells_lack_of_memory
     def decode_step(self, steps: Sequence[SequenceStep]) -> list[int]:
-        """One forward pass for several sequences; the token that follows each. As prefill_chunk."""
+        """One forward pass for several sequences (with an encoder, one each); the token that
+        follows each. As prefill_chunk."""
+        if self.info.is_encoder_decoder and not all(step.num_encoder_tokens for step in steps):
+            raise ModelError("a decode step must say how many tokens the encoder had")
         return self._choose(steps, self.decode_logits(steps)) if steps else []
 
     def close(self) -> None:
@@ -183,11 +235,10 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    @property
-    def _block_size(self) -> int:
-        if not self._views:
+    def _bound(self) -> ModelGroups:
+        if self._groups is None or not self._views:
             raise ModelError("no cache was bound")
-        return self._views[0].shape[2]
+        return self._groups
 
     def _finish(self) -> None:
         if self._device.type == "cuda":
@@ -209,7 +260,13 @@ class ModelRunner:
         )
         logits: torch.Tensor = output.logits[0]
         if len(logits) != len(packed.last_rows):
-            raise self._unsupported("it does not choose the rows of its logits")
+            raise UnsupportedModel("it does not choose the rows of its logits")
+        return logits
+
+    @torch.inference_mode()
+    def _run_decoder(self, cache: EncoderDecoderCache, **given: Any) -> torch.Tensor:
+        output = self._loaded()(use_cache=True, **{self._cache_argument: cache}, **given)
+        logits: torch.Tensor = output.logits[0, -1]
         return logits
 
     def _choose(self, steps: Sequence[SequenceStep], logits: torch.Tensor) -> list[int]:
@@ -219,37 +276,21 @@ class ModelRunner:
         finite = torch.isfinite(best.values).tolist()
         tokens: list[int] = best.indices.tolist()
         for row, (step, spec) in enumerate(zip(steps, specs, strict=True)):
+            position = self._position_after(step)
             if not finite[row]:
-                raise ModelError(f"the logits for position {step.end} are not finite")
+                raise ModelError(f"the logits for position {position} are not finite")
             if spec.temperature > 0:
-                tokens[row] = sample(logits[row], step.end, spec)
+                tokens[row] = sample(logits[row], position, spec)
         return tokens
 
-    def _check(self, step: SequenceStep) -> None:
-        if step.end > self.info.max_model_len:
-            raise ModelError(f"{step.end} tokens, the model takes {self.info.max_model_len}")
-        for token in (min(step.tokens), max(step.tokens)):
-            if not 0 <= token < self.info.vocab_size:
-                raise UsageError("tokens", token, f"vocabulary is 0 to {self.info.vocab_size - 1}")
-
-    def _check_windows(self, windows: dict[int, int | None]) -> None:
-        """A window that the config states must have reached attention."""
-        config = self._loaded().config
-        kinds = getattr(config, "layer_types", None) or []
-        for layer, kind in enumerate(kinds):
-            if kind == "sliding_attention" and windows[layer] is None:
-                raise self._unsupported(f"layer {layer} hides its sliding window")
-        stated = getattr(config, "sliding_window", None)
-        if stated and not kinds and not any(windows.values()):
-            raise self._unsupported("it hides its sliding window")
+    def _position_after(self, step: SequenceStep) -> int:
+        is_prompt = self.info.is_encoder_decoder and not step.num_encoder_tokens
+        return encoder_decoder.FIRST_TOKEN if is_prompt else step.end
 
     def _loaded(self) -> PreTrainedModel:
         if self._model is None:
             raise ModelError("the runner is closed")
         return self._model
-
-    def _unsupported(self, reason: str) -> UnsupportedModel:
-        return UnsupportedModel(f"{self.info.architecture}: {reason}")
 
 
 def _cache_argument(model: PreTrainedModel) -> str:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from kvxfer.errors import ConnectorError
 from kvxfer.transfer.connector import Connector, Direction, MemoryWindow, TicketResult
+from kvxfer.transfer.exercise import exercise_pair
 from kvxfer.transfer.plan import TransferPlan
 from kvxfer.transfer.reach import (
     Description,
@@ -100,6 +101,12 @@ class AgentConnector(Connector):
         self._ended: list[TicketResult] = []
         self._tickets = count(1)
         self._agent: Agent | None = self.agent_class(agent_name, memory)
+
+    def exercise(self, scratch: MemoryWindow) -> ExitStack:
+        """By two agents more, over the halves of `scratch`, in both directions."""
+        with ExitStack() as undo:
+            exercise_pair(self.agent_class, f"{self._name}.scratch", scratch, undo)
+            return undo.pop_all()
 
     def register(self, regions: Sequence[Region]) -> None:
         agent = self._open()

@@ -12,7 +12,9 @@ import importlib
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvxfer.errors import UsageError
 from kvxfer.transfer.plan import TransferPlan
@@ -51,9 +53,21 @@ class Connector(ABC):
     handle was released. A ticket is polled until it ends, and until then its blocks are in use.
     """
 
+    preferred_layout: ClassVar[str] = ""
+    """The layout it moves best, where it makes a difference; the user's word is above it."""
+
     @abstractmethod
     def __init__(self, agent_name: str, memory: MemoryWindow) -> None:
         """Create the transport. `agent_name` is unique to this life of the process."""
+
+    def exercise(self, scratch: MemoryWindow) -> ExitStack:
+        """Take, for transfers within `scratch`, what a transport takes of the device for its own
+        use when it first moves something. The stack, which the caller closes, gives it back.
+
+        So that it can be measured before the cache takes what is left (our addition to S15).
+        Raises ConnectorError. A connector that takes nothing need not override it.
+        """
+        return ExitStack()
 
     @abstractmethod
     def register(self, regions: Sequence[Region]) -> None:

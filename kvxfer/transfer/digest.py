@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from kvxfer.cache.footprint import kv_tokens, prompt_entries
+from kvxfer.cache.kv_cache import KVCache
+from kvxfer.cache.table import BlockTable
 from kvxfer.errors import PlanError
 
 DIGEST_BYTES = 16
@@ -45,6 +48,18 @@ def block_digests(
         for content in _gather(views, batch):
             valid = min(block_size, num_tokens - len(digests) * block_size)
             digests.append(_digest(content[:, :valid]))
+    return digests
+
+
+def prompt_digests(cache: KVCache, tables: Sequence[BlockTable], num_prompt: int) -> list[str]:
+    """Those of what a hand-over of the prompt has to bring, group after group; read before decode
+    writes to the last block of each."""
+    specs = cache.geometry.specs
+    entries, tokens = prompt_entries(specs, num_prompt), kv_tokens(specs, num_prompt, 0)
+    digests: list[str] = []
+    for group, (kept, table) in enumerate(zip(entries, tables, strict=True)):
+        held = tokens[group] - kept.start * specs[group].block_size
+        digests += block_digests(cache.views[group], table.ids(kept), max(0, held))
     return digests
 
 

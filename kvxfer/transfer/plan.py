@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvxfer.cache.layout import AXES, CacheGeometry
+from kvxfer.cache.layout import AXES, GroupGeometry
 from kvxfer.errors import PlanError
 from kvxfer.transfer.regions import Int64Array, RegionSet
 
@@ -45,12 +45,29 @@ class TransferPlan:
 
 @dataclass(frozen=True)
 class CacheSide:
-    """One end of a transfer: where its bytes lie, what is registered, and the block table."""
+    """One end of a transfer of one group: where its bytes lie, what is registered, and a stretch
+    of the block table."""
 
-    geometry: CacheGeometry
+    geometry: GroupGeometry
     regions: RegionSet
+    """Of the whole cache."""
     blocks: Sequence[int]
-    """Block ids in the order of the request's tokens, from token 0 on."""
+    """Block ids of neighbouring entries in the order of the request's tokens."""
+    first_entry: int = 0
+    """Which entry of the table blocks[0] is: its first token is first_entry × block_size."""
+
+
+def plan_groups(
+    src: Sequence[CacheSide], dst: Sequence[CacheSide], tokens: Sequence[range]
+) -> TransferPlan:
+    """One plan for all groups, `tokens` group by group; errors as `plan_transfer`.
+
+    Groups lie one behind the other on either side, so their runs follow in the order of offsets.
+    """
+    if not len(src) == len(dst) == len(tokens):
+        raise PlanError(f"groups differ: source {len(src)}, destination {len(dst)}")
+    parts = [plan_transfer(*one) for one in zip(src, dst, tokens, strict=True)]
+    return _concatenate([part for part in parts if part.num_runs])
 
 
 def plan_transfer(
@@ -59,7 +76,7 @@ def plan_transfer(
     """Runs that copy the KV of `tokens` (positions in the request) in `layers` (default: all).
 
     Token t lies in entry t // block_size of the block table, at slot t % block_size. An empty
-    range moves nothing.
+    range moves nothing. One group; `plan_groups` does all.
 
     Raises PlanError when the two specs differ, a range is not plain or leaves the layers or a
     block table, a block lies beyond its cache's capacity, or a destination block comes twice;
@@ -69,8 +86,11 @@ def plan_transfer(
     _check_specs(src.geometry, dst.geometry)
     layers = range(spec.num_layers) if layers is None else layers
     _check_range(layers, spec.num_layers, "layers", "layers of the cache")
-    _check_range(tokens, len(src.blocks) * spec.block_size, "tokens", "source block table")
-    _check_range(tokens, len(dst.blocks) * spec.block_size, "tokens", "destination block table")
+    for side, name in ((src, "source"), (dst, "destination")):
+        end = (side.first_entry + len(side.blocks)) * spec.block_size
+        _check_range(tokens, end, "tokens", f"{name} block table")
+        if tokens and tokens.start < side.first_entry * spec.block_size:
+            raise PlanError(f"tokens: {tokens} begin before entry {side.first_entry} of the {name}")
     if not tokens or not layers:
         return _concatenate([])
     pieces = list(_pieces(tokens, spec.block_size))
@@ -84,7 +104,7 @@ def plan_transfer(
     return _split(runs, runs.dst_offsets, dst_cuts)
 
 
-def _check_specs(src: CacheGeometry, dst: CacheGeometry) -> None:
+def _check_specs(src: GroupGeometry, dst: GroupGeometry) -> None:
     for field in dataclasses.fields(src.spec):
         ours, theirs = getattr(src.spec, field.name), getattr(dst.spec, field.name)
         if ours != theirs:
@@ -102,7 +122,7 @@ def _check_range(wanted: range, limit: int, name: str, container: str) -> None:
 class _End:
     """A side, narrowed to the blocks that the tokens touch."""
 
-    geometry: CacheGeometry
+    geometry: GroupGeometry
     blocks: Int64Array
 
     @property
@@ -113,10 +133,8 @@ class _End:
 def _used_end(side: CacheSide, tokens: range, name: str) -> _End:
     """`side` from the first touched table entry to the last; a wrong id would hit a byte of
     another segment, so ids are checked here and not by the regions."""
-    entries = slice(
-        tokens.start // side.geometry.spec.block_size,
-        side.geometry.spec.num_blocks(tokens.stop),
-    )
+    spec, first = side.geometry.spec, side.first_entry
+    entries = slice(tokens.start // spec.block_size - first, spec.num_blocks(tokens.stop) - first)
     blocks = np.asarray(side.blocks[entries], dtype=np.int64)
     capacity = side.geometry.capacity_blocks
     wrong = blocks[(blocks < 0) | (blocks >= capacity)]
@@ -194,8 +212,8 @@ def _enumerate(src: _End, dst: _End, piece: _Piece, layers: range) -> TransferPl
     for axis in inside:
         indices[axis] = indices[axis][:1]
     order = sorted(AXES, key=dst.strides.__getitem__, reverse=True)
-    src_offsets = _offsets(src.strides, order, {**indices, "B": src_blocks[by_destination]})
-    dst_offsets = _offsets(dst.strides, order, {**indices, "B": dst_blocks[by_destination]})
+    src_offsets = _offsets(src, order, {**indices, "B": src_blocks[by_destination]})
+    dst_offsets = _offsets(dst, order, {**indices, "B": dst_blocks[by_destination]})
     return TransferPlan(src_offsets, dst_offsets, np.full(len(dst_offsets), size, np.int64))
 
 
@@ -216,11 +234,11 @@ def _common_run(
     return inside, size
 
 
-def _offsets(
-    strides: Mapping[str, int], order: Sequence[str], indices: Mapping[str, Int64Array]
-) -> Int64Array:
-    """index × stride summed over the axes, for every combination, last axis of `order` fastest."""
-    found = np.zeros(1, dtype=np.int64)
+def _offsets(end: _End, order: Sequence[str], indices: Mapping[str, Int64Array]) -> Int64Array:
+    """The group's offset and index × stride summed over the axes, for every combination, last axis
+    of `order` fastest."""
+    strides = end.strides
+    found = np.full(1, end.geometry.offset, dtype=np.int64)
     for axis in order:
         found = np.add.outer(found, indices[axis] * strides[axis]).ravel()
     return found

@@ -21,7 +21,9 @@ from kvxfer.worker.mailbox import Mailbox
 from kvxfer.worker.peers import PeerTable
 from kvxfer.worker.process import Announcer, handle_signals
 from kvxfer.worker.residency import Residency, ResidencyState
+from kvxfer.worker.steps import ModelSteps
 from kvxfer.worker.transfer_thread import TransferThread
+from kvxfer.worker.watermarks import Watermarks
 from kvxfer.worker.work_thread import Report, WorkThread
 
 logger = logging.getLogger(__name__)
@@ -43,15 +45,18 @@ class WorkerParts:
     peers: PeerTable
     transfer: TransferThread
     model: WorkThread
+    steps: ModelSteps
+    """What the roles give the model to do, but for reading KV."""
+    watermarks: Watermarks
     trace: Trace
 
     def set_busy(self, busy: bool) -> None:
         """Told at every tick whether any request is here; conservation is checked when the last
         has gone. A leak is told at once, and the blocks stay where they are: never reused."""
         if self.transfer.serving and not busy:
-            counts = self.engine.allocator.counts()
+            counts = self.engine.pools.counts()
             try:
-                self.engine.allocator.check_conservation()
+                self.engine.pools.check_conservation()
                 if counts.used or counts.quarantined:
                     raise CacheError(f"blocks are held for no request: {counts}")
             except CacheError as error:
@@ -60,7 +65,7 @@ class WorkerParts:
 
     def status(self) -> dict[str, int | float | str]:
         """The cache in numbers, as Status tells them."""
-        cache, counts = self.engine.cache, self.engine.allocator.counts()
+        cache, counts = self.engine.cache, self.engine.pools.counts()
         return {
             "reserved_bytes": cache.reserved_bytes,
             "committed_bytes": cache.committed_bytes,
@@ -70,14 +75,15 @@ class WorkerParts:
             "base_address": cache.buffer.base_address,
             "revocations": self.residency.epoch,
             "is_sleeping": int(self.residency.state is ResidencyState.ASLEEP),
-            "tombstone_bytes": self.residency.tombstone_bytes,
-            "budget_blocks": self.engine.bound_blocks,
+            "tombstone_bytes": self.residency.retired.tombstone_bytes,
+            "pinned_bytes": self.residency.retired.pinned_bytes,
+            "budget_bytes": self.engine.budget.kv_bytes,
             "blocks_total": counts.total,
             "blocks_free": counts.free,
             "blocks_used": counts.used,
             "blocks_quarantined": counts.quarantined,
             "peers": len(self.peers.ready()),
-            "layout": str(cache.geometry.layout),
+            "layout": ",".join(group.layout for group in cache.geometry.groups),
         }
 
 
@@ -104,7 +110,14 @@ def serve(
         parts = _assemble(role, options, engine, channel, reports, trace, incarnation)
         made = make_role(parts)
         loop = ControlLoop(
-            channel, reports, parts.peers, parts.growth, parts.residency, made, options.worker_id
+            channel,
+            reports,
+            parts.peers,
+            parts.growth,
+            parts.residency,
+            parts.watermarks,
+            made,
+            options.worker_id,
         )
         undo.callback(_stop, parts)
         parts.transfer.start()
@@ -150,20 +163,24 @@ def _assemble(
     growth.on_publish = peers.publish
     model = WorkThread("model", reports, engine.enter_thread)
     residency = Residency(engine, transfer, growth, peers, trace)
-    return WorkerParts(options, engine, growth, residency, peers, transfer, model, trace)
+    steps = ModelSteps(model, residency, options.kv_commit == "elastic")
+    watermarks = Watermarks(options, engine, growth, residency)
+    return WorkerParts(
+        options, engine, growth, residency, peers, transfer, model, steps, watermarks, trace
+    )
 
 
 def _first_extension(parts: WorkerParts, loop: ControlLoop, announcer: Announcer) -> None:
     """Step 4 of the start: what may be used is committed and registered before anyone is told."""
     wanted = parts.engine.initial_blocks
-    announcer.step(f"committing and registering {wanted} blocks")
+    announcer.step(f"committing and registering {', '.join(map(str, wanted))} blocks")
     parts.growth.request(wanted)
     deadline_s = time.monotonic() + FIRST_EXTENSION_TIMEOUT_S
     while not parts.growth.is_idle:
         if time.monotonic() > deadline_s:
             raise WorkerDied(f"the first extension took over {FIRST_EXTENSION_TIMEOUT_S:g} s")
         loop.turn(0.05)
-    if parts.engine.allocator.num_blocks < 2:
+    if min(parts.engine.pools.num_blocks) < 2:
         raise WorkerDied("the first extension of the KV cache failed; see the log above")
 
 

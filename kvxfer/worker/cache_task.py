@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvxfer.cache.kv_cache import KVCache
 from kvxfer.control.cache_messages import CacheState
@@ -21,24 +21,25 @@ class CacheTask:
     """Name of the message: Shrink, Sleep, WakeUp or Defragment."""
     answer: Answer
     """Called once."""
-    num_blocks: int = 1
-    """Blocks that keep their memory; all but Shrink need the whole cache."""
+    num_blocks: list[int] = field(default_factory=list)
+    """Shrink: blocks of each group that keep their memory; all others need the whole cache."""
     deadline_s: float = 0.0
     problem: str = ""
     """Why it is not done, or not all of it."""
-    limit: int = 0
-    """Blocks that stay usable; 0 before that is known."""
+    limits: list[int] = field(default_factory=list)
+    """Blocks of each group that stay usable; empty before that is known."""
     regions: tuple[Region, ...] = ()
     """What is to be revoked."""
 
-    def aim(self, cache: KVCache, usable_blocks: int, registered: RegionSet) -> None:
+    def aim(self, cache: KVCache, usable_blocks: Sequence[int], registered: RegionSet) -> None:
         """Decide what goes, for `num_blocks` as it is now."""
         if self.request == "Shrink":
-            self.limit = min(usable_blocks, cache.blocks_after_shrink(self.num_blocks))
+            left = cache.blocks_after_shrink(self.num_blocks)
+            self.limits = [min(*pair) for pair in zip(usable_blocks, left, strict=True)]
             chunks = cache.above(self.num_blocks)
             self.regions = tuple(Region(chunk.offset, chunk.size) for chunk in chunks)
         else:
-            self.limit = 1
+            self.limits = [1] * len(usable_blocks)
             self.regions = registered.regions
 
     def release(self, cache: KVCache, holders: Sequence[str]) -> None:

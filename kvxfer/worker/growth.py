@@ -18,8 +18,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from kvxfer.cache.blocks import BlockAllocator
-from kvxfer.cache.kv_cache import next_growth
+from kvxfer.cache.budget import next_growth
+from kvxfer.cache.pools import BlockPools
 from kvxfer.control.messages import RegionsUpdate
 from kvxfer.errors import CacheError, KvxferError
 from kvxfer.telemetry.trace import Trace, now_ns
@@ -45,7 +45,7 @@ class GrowthState(enum.Enum):
 
 
 class CacheGrowth:
-    """Raises the allocator's bound; `regions` and `description` are what Hello tells."""
+    """Raises the pools' bounds; `regions` and `description` are what Hello tells."""
 
     def __init__(self, engine: Engine, transfer: TransferThread, trace: Trace) -> None:
         self._engine = engine
@@ -67,8 +67,8 @@ class CacheGrowth:
         """Called when the bound was raised, and a while after a growth failed."""
 
     @property
-    def allocator(self) -> BlockAllocator:
-        return self._engine.allocator
+    def pools(self) -> BlockPools:
+        return self._engine.pools
 
     @property
     def is_idle(self) -> bool:
@@ -91,28 +91,37 @@ class CacheGrowth:
         """Wake the cache if it sleeps, and register and publish what is not registered. Must be
         idle; `problem` says how it ended."""
         assert self.is_idle
-        self._start(self._engine.cache.committed_blocks)
+        self._start(list(self._engine.cache.committed_blocks))
 
-    def request(self, num_blocks: int) -> None:
-        """Grow to at least `num_blocks` or as far as the budget allows, unless a growth is under
-        way or failed just now (`on_settled` says when to ask again)."""
-        cache = self._engine.cache
-        target = min(num_blocks, self._engine.bound_blocks)
+    def request_for(self, num_blocks: Sequence[int]) -> None:
+        """Grow so that so many blocks of each group can be allocated; as `request`."""
+        lacking = zip(self.pools.num_blocks, self.pools.missing(num_blocks), strict=True)
+        self.request([bound + missing for bound, missing in lacking])
+
+    def request(self, num_blocks: Sequence[int]) -> None:
+        """Grow to at least `num_blocks` of each group or as far as the budget allows, unless a
+        growth is under way or failed just now (`on_settled` says when to ask again)."""
         if self._is_paused or not self.is_idle or self._retry_at_s:
             return
-        if target <= self.allocator.num_blocks:
+        engine, usable = self._engine, self.pools.num_blocks
+        target = engine.budget.clip(num_blocks, usable, engine.floors)
+        if target == usable:
             return
         if self.regions.generation:  # the first extension is exact: the start decided it
-            committed, bound = self.allocator.num_blocks, self._engine.bound_blocks
-            affordable = self._engine.affordable_blocks()
-            if affordable < target:
+            now = engine.affordable()
+            affordable = now.clip(target, usable, usable)
+            if affordable != target:
                 text = f"{target} blocks are wanted, free memory now pays for {affordable}"
                 self._failed(CacheError(text))
                 return
-            target = min(next_growth(cache.geometry, committed, target, bound), affordable)
+            steps = [
+                next_growth(group, old, new, group.capacity_blocks) if new > old else old
+                for group, old, new in zip(now.geometry.groups, usable, target, strict=True)
+            ]
+            target = now.clip(engine.budget.clip(steps, usable, engine.floors), target, target)
         self._start(target)
 
-    def _start(self, target: int) -> None:
+    def _start(self, target: list[int]) -> None:
         self.problem = ""
         self._state = GrowthState.COMMITTING
         self._started_ns = now_ns()
@@ -129,12 +138,17 @@ class CacheGrowth:
             "generation",
             generation=self.regions.generation,
             started_ns=self._started_ns,
-            old_blocks=self.allocator.num_blocks,
-            new_blocks=extension.new_blocks,
+            old_blocks=self.pools.num_blocks,
+            new_blocks=self._usable(extension.new_blocks),
             committed_bytes=self._engine.cache.committed_bytes,
             registered_bytes=self.regions.total_bytes,
         )
         self.on_publish(RegionsUpdate(self.regions.generation, list(growth.regions), growth.update))
+
+    def _usable(self, backed: Sequence[int]) -> list[int]:
+        """Of the blocks that whole granules happen to back those that the budget pays for."""
+        engine = self._engine
+        return engine.budget.clip(backed, self.pools.num_blocks, engine.floors)
 
     def _failed(self, error: KvxferError) -> None:
         logger.warning("growth failed, the cache stays as it is: %s", error)
@@ -157,10 +171,10 @@ class CacheGrowth:
         self._state = GrowthState.IDLE
         for key in late:
             lose(key, f"no acknowledgement of new regions within {ACK_TIMEOUT_S:g} s")
-        self.allocator.grow(min(new_blocks, self._engine.bound_blocks))
+        self.pools.grow(self._usable(new_blocks))
         logger.info(
-            "cache: %d blocks usable, %d bytes registered in %d regions, generation %d",
-            self.allocator.num_blocks,
+            "cache: %s blocks usable, %d bytes registered in %d regions, generation %d",
+            self.pools.num_blocks,
             self.regions.total_bytes,
             len(self.regions.regions),
             self.regions.generation,

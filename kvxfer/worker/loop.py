@@ -24,6 +24,7 @@ from kvxfer.worker.growth import CacheGrowth
 from kvxfer.worker.mailbox import Mailbox
 from kvxfer.worker.peers import PeerTable
 from kvxfer.worker.residency import Residency
+from kvxfer.worker.watermarks import Watermarks
 from kvxfer.worker.work_thread import Report
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class ControlLoop:
         peers: PeerTable,
         growth: CacheGrowth,
         residency: Residency,
+        watermarks: Watermarks,
         role: Role,
         worker_id: str,
     ) -> None:
@@ -63,6 +65,7 @@ class ControlLoop:
         self._peers = peers
         self._growth = growth
         self._residency = residency
+        self._watermarks = watermarks
         self._role = role
         self._worker_id = worker_id
         self._stopping = False
@@ -98,6 +101,7 @@ class ControlLoop:
         self._peers.tick()
         self._growth.settle(self._peers.laggards, self._peers.lose)
         self._residency.settle()
+        self._watermarks.tick()
         self._role.tick()
 
     def _receive(self, letter: Letter) -> None:

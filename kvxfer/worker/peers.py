@@ -55,8 +55,9 @@ class PeerTable:
         self.on_ready: Callable[[Peer], None] = lambda peer: None
         self.on_lost: Callable[[Peer, str], None] = lambda peer, reason: None
         self.holders = Holders()
-        self.on_revoked: Callable[[Peer, int], None] = lambda peer, lowest: None
-        """A peer revoked regions, of which `lowest` is the first block: what touches them fails."""
+        self.on_revoked: Callable[[Peer, list[int]], None] = lambda peer, lowest: None
+        """A peer revoked regions, `lowest` their first block in each group: what touches them, or
+        lies above, fails."""
         self.on_fenced: Callable[[str], None] = lambda worker_id: None
         """A worker of this id came back as a new process: the old one can write no more."""
 

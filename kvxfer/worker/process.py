@@ -18,12 +18,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvxfer.cache.layout import KVCacheLayout
 from kvxfer.config import WorkerOptions, check_device, resolve
 from kvxfer.control.channel import Channel, check_loopback
 from kvxfer.errors import KvxferError, UsageError, WorkerDied
 from kvxfer.transfer.connector import check_connector
 from kvxfer.transfer.lanes import LANES
+from kvxfer.worker.layouts import asked_layout
 
 if TYPE_CHECKING:
     from kvxfer.worker.assembly import MakeRole
@@ -117,7 +117,7 @@ def _run(
 
 def _check_cheaply(options: WorkerOptions) -> None:
     """Refuse bad values before seconds are spent on imports."""
-    KVCacheLayout.parse("kv_cache_layout", options.kv_cache_layout)
+    asked_layout(options).by_kind()
     check_device(options.device)
     check_connector(options.connector)
     if options.lane not in LANES:

@@ -16,7 +16,7 @@ thread.
 
 A block in use is one that a grant, lease, ticket or sequence touches: its owner holds it, or the
 quarantine does. A peer that is lost may still reach what it knew (`worker.holders`): such memory
-becomes a tombstone or, where the driver cannot, stays.
+becomes a tombstone or, where the driver has none, stays mapped and counts as pinned by peers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ from kvxfer.worker.cache_task import Answer, CacheTask
 from kvxfer.worker.engine import Engine
 from kvxfer.worker.growth import CacheGrowth
 from kvxfer.worker.peers import PeerTable
+from kvxfer.worker.retired import Retired
 from kvxfer.worker.transfer_thread import TransferThread
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class Residency:
         self._peers = peers
         self._trace = trace
         self._task: CacheTask | None = None
-        self._is_burying = False
+        self.retired = Retired(engine.cache, transfer, peers.holders)
         self._ack_deadline_s = 0.0
         self.state = ResidencyState.AWAKE
         self.epoch = 0
@@ -97,12 +98,20 @@ class Residency:
         going = self._task is not None and self._task.request in ("Sleep", "WakeUp")
         return SLEEPS if going or self.state is ResidencyState.ASLEEP else ""
 
-    def shrink(self, num_blocks: int, timeout_s: float, answer: Answer) -> None:
-        """Give back what lies above `num_blocks` blocks, in whole chunks."""
-        task = CacheTask("Shrink", answer, num_blocks)
-        if num_blocks < 2:
-            task.problem = f"{num_blocks} blocks: a cache has at least the null block and one more"
+    def shrink(self, num_blocks: Sequence[int], timeout_s: float, answer: Answer) -> None:
+        """Give back what lies above `num_blocks` blocks of each group, in whole chunks."""
+        task = CacheTask("Shrink", answer, list(num_blocks))
+        groups = len(self._engine.specs)
+        if len(num_blocks) != groups:
+            task.problem = f"{task.num_blocks} blocks: the cache has {groups} groups"
+        elif min(num_blocks) < 2:
+            task.problem = f"{task.num_blocks} blocks: each group has the null block and one more"
         self._begin(task, timeout_s)
+
+    def trim(self, answer: Answer) -> None:
+        """Give back what nobody uses, now, but for what the cache began with."""
+        bounds = zip(self._engine.pools.bounds_in_use(), self._engine.initial_blocks, strict=True)
+        self.shrink([max(*pair) for pair in bounds], 0.0, answer)
 
     def sleep(self, timeout_s: float, answer: Answer) -> None:
         """Give all memory back."""
@@ -127,7 +136,7 @@ class Residency:
 
     def settle(self) -> None:
         """Whatever is due; called at every turn of the control loop."""
-        self._bury()
+        self.retired.settle()
         task = self._task
         if task is None:
             return
@@ -165,27 +174,28 @@ class Residency:
                 task.problem = "the cache was growing"
                 self._end(task, ResidencyState.AWAKE)
             return False
-        if not task.limit:
+        if not task.limits:
             self._aim(task)
-            self._engine.allocator.withhold(task.limit)
+            self._engine.pools.withhold(task.limits)
         if task.request == "Shrink" and not task.regions:
             self._end(task, ResidencyState.AWAKE)
             return False
         try:
-            self._engine.allocator.check_unused(task.limit)
+            self._engine.pools.check_unused(task.limits)
         except BlocksInUse as error:
             return is_late and self._make_do(task, error)
         return True
 
     def _aim(self, task: CacheTask) -> None:
-        usable = self._engine.allocator.num_blocks
+        usable = self._engine.pools.num_blocks
         task.aim(self._engine.cache, usable, self._growth.regions)
 
     def _make_do(self, task: CacheTask, error: BlocksInUse) -> bool:
         """Too late: shrink as far as it goes; all else needs all of it."""
         task.problem = str(error)
         if task.request == "Shrink":
-            task.num_blocks = error.highest + 1
+            bounds = zip(task.num_blocks, self._engine.pools.bounds_in_use(), strict=True)
+            task.num_blocks = [max(*pair) for pair in bounds]
             self._aim(task)
             if task.regions:
                 return True
@@ -199,7 +209,7 @@ class Residency:
         self._transfer.describe(left, partial(self._revoke, task), partial(self._failed, task))
 
     def _revoke(self, task: CacheTask, description: bytes) -> None:
-        self._engine.allocator.lower(task.limit)
+        self._engine.pools.lower(task.limits)
         self._growth.withdraw(task.regions, description)
         self.epoch += 1
         self._ack_deadline_s = time.monotonic() + ACK_TIMEOUT_S
@@ -243,16 +253,16 @@ class Residency:
     def _end(self, task: CacheTask, state: ResidencyState) -> None:
         self._task = None
         self.state = state
-        allocator = self._engine.allocator
-        allocator.withhold(allocator.num_blocks)
+        pools = self._engine.pools
+        pools.withhold(pools.num_blocks)
         self._tell(task)
         if state is ResidencyState.AWAKE:
             self._growth.resume()
 
     def _tell(self, task: CacheTask) -> None:
-        cache, num_blocks = self._engine.cache, self._engine.allocator.num_blocks
+        cache, num_blocks = self._engine.cache, self._engine.pools.num_blocks
         log = logger.warning if task.problem else logger.info
-        log("cache: %s: %s; %d blocks usable", task.request, task.problem or "done", num_blocks)
+        log("cache: %s: %s; %s blocks usable", task.request, task.problem or "done", num_blocks)
         self._trace.event(
             "residency",
             request=task.request,
@@ -266,28 +276,15 @@ class Residency:
                 task.request,
                 task.problem,
                 is_sleeping,
-                0 if is_sleeping else num_blocks,
+                [0] * len(num_blocks) if is_sleeping else num_blocks,
                 cache.committed_bytes,
-                self.tombstone_bytes,
+                self.retired.tombstone_bytes,
+                self.retired.pinned_bytes,
             )
         )
-
-    @property
-    def tombstone_bytes(self) -> int:
-        return sum(tomb.size for tomb in self._engine.cache.buffer.tombstones)
 
     def _teller(self, key: str) -> Answer:
         def tell(state: CacheState) -> None:
             self._peers.send(key, state)
 
         return tell
-
-    def _bury(self) -> None:
-        """Tombstones go as soon as nobody is left who could come."""
-        if self._is_burying or not self.tombstone_bytes or self._peers.holders.names():
-            return
-        self._is_burying = True
-        self._transfer.bury(self._buried, lambda error: logger.warning("%s", error))
-
-    def _buried(self, _: object) -> None:
-        self._is_burying = False

@@ -7,16 +7,20 @@ tests as `python -m kvxfer.worker.single`.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from kvxfer.cache.footprint import blocks_needed, decoder_start, has_encoder, prompt_chunks
 from kvxfer.cache.kv_cache import KVCache
+from kvxfer.cache.table import BlockTable
 from kvxfer.command import run_command
 from kvxfer.config import WorkerOptions
 from kvxfer.control.messages import Finished, Generate, Token, TransferStats
+from kvxfer.errors import KvxferError
 from kvxfer.model.runner import ModelRunner, SequenceStep
 from kvxfer.model.sampling import SampleSpec
-from kvxfer.transfer.digest import block_digests
+from kvxfer.transfer.digest import prompt_digests
 from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.loop import Handler
 from kvxfer.worker.process import run_worker
@@ -29,22 +33,29 @@ class _Answer:
 
 
 def generate(
-    runner: ModelRunner, cache: KVCache, request: Generate, blocks: list[int], chunk_tokens: int
+    runner: ModelRunner,
+    cache: KVCache,
+    request: Generate,
+    tables: Sequence[BlockTable],
+    chunk_tokens: int,
 ) -> _Answer:
     """The whole of one request in the chunks and steps that P + D use. Model thread."""
     sampling = request.sampling
     spec = SampleSpec(sampling.temperature, sampling.top_p, sampling.seed)
-    prompt = request.tokens
+    prompt, specs = request.tokens, cache.geometry.specs
     token: int | None = None
-    for start in range(0, len(prompt), chunk_tokens):
-        stop = min(start + chunk_tokens, len(prompt))
-        sample = spec if stop == len(prompt) else None
-        token = runner.prefill_chunk(SequenceStep(prompt[start:stop], start, blocks, sample))
+    for chunk in prompt_chunks(specs, len(prompt), chunk_tokens):
+        sample = spec if chunk.stop == len(prompt) else None
+        tokens = prompt[chunk.start : chunk.stop]
+        token = runner.prefill_chunk(SequenceStep(tokens, chunk.start, tables, sample))
     assert token is not None
-    digests = block_digests(cache.views, blocks, len(prompt)) if request.verify else []
+    digests = prompt_digests(cache, tables, len(prompt)) if request.verify else []
     output = [token]
+    start = decoder_start(specs, len(prompt))
+    num_encoder = len(prompt) if has_encoder(specs) else 0
     while len(output) < request.max_new_tokens and output[-1] not in request.stop_token_ids:
-        step = SequenceStep(output[-1:], len(prompt) + len(output) - 1, blocks, spec)
+        position = start + len(output) - 1
+        step = SequenceStep(output[-1:], position, tables, spec, num_encoder)
         output += runner.decode_step([step])
     return _Answer(output, digests)
 
@@ -71,27 +82,38 @@ class SingleWorker:
             return
         engine = self._parts.engine
         key, request = self._waiting[0]
-        total = len(request.tokens) + request.max_new_tokens
-        needed = engine.cache.geometry.spec.num_blocks(total)
-        if total > engine.max_model_len:
+        chunk = self._parts.options.max_num_batched_tokens
+        lengths = len(request.tokens), request.max_new_tokens
+        needed = blocks_needed(engine.specs, *lengths, chunk)
+        if problem := engine.why_too_long(*lengths):
             self._waiting.popleft()
-            self._finish(key, request, "error", f"{total} tokens: {engine.max_model_len} fit", [])
-        elif not engine.allocator.can_allocate(needed):
-            self._parts.growth.request(needed + 1)
+            self._finish(key, request, "error", problem, [])
+        elif not engine.pools.can_allocate(needed):
+            self._parts.growth.request_for(needed)
         else:
             self._waiting.popleft()
             self._is_busy = True
-            blocks = engine.allocator.allocate(needed)
-            chunk = self._parts.options.max_num_batched_tokens
+            blocks = engine.pools.allocate(needed)
+            tables = [BlockTable(ids) for ids in blocks]
             self._parts.model.submit(
-                partial(generate, engine.runner, engine.cache, request, blocks, chunk),
+                partial(generate, engine.runner, engine.cache, request, tables, chunk),
                 partial(self._answered, key, request, blocks),
-                lambda error: self._finish(key, request, "error", str(error), []),
+                partial(self._failed, key, request, blocks),
             )
 
-    def _answered(self, key: str, request: Generate, blocks: list[int], answer: _Answer) -> None:
+    def _failed(
+        self, key: str, request: Generate, blocks: list[list[int]], error: KvxferError
+    ) -> None:
         self._is_busy = False
-        self._parts.engine.allocator.free(blocks)
+        self._parts.engine.pools.free(blocks)
+        self._finish(key, request, "error", str(error), [])
+        self._pump()
+
+    def _answered(
+        self, key: str, request: Generate, blocks: list[list[int]], answer: _Answer
+    ) -> None:
+        self._is_busy = False
+        self._parts.engine.pools.free(blocks)
         for index, token in enumerate(answer.tokens):
             self._parts.peers.send(key, Token(request.request_id, index, token))
         stopped = answer.tokens[-1] in request.stop_token_ids

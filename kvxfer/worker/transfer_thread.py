@@ -106,7 +106,7 @@ class TransferThread(WorkThread):
 
     def grow(
         self,
-        num_blocks: int,
+        num_blocks: Sequence[int],
         done: Callable[[Growth], None],
         failed: Callable[[KvxferError], None],
     ) -> None:
@@ -215,7 +215,7 @@ class TransferThread(WorkThread):
         except KvxferError as error:
             logger.warning("the connector did not close: %s", error)
 
-    def _grow(self, num_blocks: int) -> Growth:
+    def _grow(self, num_blocks: Sequence[int]) -> Growth:
         cache = self._cache
         with ExitStack() as undo:
             if cache.is_asleep:

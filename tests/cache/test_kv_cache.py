@@ -10,12 +10,13 @@ from support.children import run_in_child
 from support.faulty import FaultyDriver
 from support.fixtures import num_open_files
 
-from kvxfer.cache.kv_cache import GROWTH_FACTOR, KVCache, next_growth, open_files_needed
-from kvxfer.cache.layout import CacheGeometry, KVCacheLayout
+from kvxfer.cache.budget import GROWTH_FACTOR, next_growth, open_files_needed
+from kvxfer.cache.kv_cache import KVCache
+from kvxfer.cache.layout import CacheGeometry, GroupGeometry, KVCacheLayout
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.errors import CapacityExceeded, OutOfMemory
+from kvxfer.memory.chunks import LARGEST_CHUNK, chunk_sizes
 from kvxfer.memory.host import HostDriver
-from kvxfer.memory.virtual_buffer import LARGEST_CHUNK, chunk_sizes
 
 BUDGET = settings(max_examples=150, deadline=None, derandomize=True)
 SPEC = KVCacheSpec(
@@ -32,7 +33,7 @@ def make_cache():
 
     def make(layout, driver=None, spec=SPEC, capacity=CAPACITY):
         driver = driver or HostDriver(4096)
-        geometry = CacheGeometry.build(spec, layout, capacity, driver.granularity)
+        geometry = CacheGeometry.build([spec], [layout], [capacity], driver.granularity)
         made.append(KVCache(driver, geometry))
         return made[-1]
 
@@ -53,9 +54,10 @@ def state(cache):
 
 def committed_prefixes(cache):
     """What the chunks cover, by segment: each must start at the segment's first byte."""
-    stride = cache.geometry.segment_stride_bytes
+    (group,) = cache.geometry.groups
+    stride = group.segment_stride_bytes
     prefixes = []
-    for segment in range(cache.geometry.num_segments):
+    for segment in range(group.num_segments):
         start = segment * stride
         end = start
         for chunk in cache.buffer.chunks:
@@ -70,9 +72,9 @@ def committed_prefixes(cache):
 @every_layout
 def test_a_reservation_commits_nothing(make_cache, layout):
     cache = make_cache(layout)
-    assert (cache.committed_blocks, cache.committed_bytes, cache.buffer.chunks) == (0, 0, ())
+    assert (cache.committed_blocks, cache.committed_bytes, cache.buffer.chunks) == ((0,), 0, ())
     assert cache.reserved_bytes == cache.geometry.total_bytes
-    assert len(cache.views) == SPEC.num_layers
+    assert len(cache.views[0]) == SPEC.num_layers
 
 
 @every_layout
@@ -80,25 +82,26 @@ def test_growth_moves_nothing_and_adds_whole_blocks(make_cache, layout):
     """Reserve, extend, extend again: base, views and contents stay; every byte is there."""
     cache = make_cache(layout)
     base = cache.buffer.base_address
-    pointers = [view.data_ptr() for view in cache.views]
+    pointers = [view.data_ptr() for view in cache.views[0]]
     written = 0
     for wanted in (1, 2, 7, 8, 23, CAPACITY):
-        extension = cache.extend(wanted)
-        bound = cache.committed_blocks
-        assert extension.new_blocks == bound >= wanted
-        assert extension.old_blocks == written
-        for layer, view in enumerate(cache.views):
+        extension = cache.extend([wanted])
+        (bound,) = cache.committed_blocks
+        assert extension.new_blocks == (bound,)
+        assert bound >= wanted
+        assert extension.old_blocks == (written,)
+        for layer, view in enumerate(cache.views[0]):
             for block in range(written, bound):
                 view[block] = content(layer, block)
         written = bound
         assert cache.buffer.base_address == base
-        assert [view.data_ptr() for view in cache.views] == pointers
-        for layer, view in enumerate(cache.views):
+        assert [view.data_ptr() for view in cache.views[0]] == pointers
+        for layer, view in enumerate(cache.views[0]):
             for block in range(bound):
                 assert torch.equal(view[block], content(layer, block))
         prefixes = committed_prefixes(cache)
         assert len(set(prefixes)) == 1
-        assert cache.geometry.blocks_backed_by(prefixes[0]) == bound
+        assert cache.geometry.groups[0].blocks_backed_by(prefixes[0]) == bound
         assert cache.committed_bytes == sum(prefixes)
     assert written == CAPACITY
 
@@ -113,10 +116,10 @@ def content(layer, block):
 @every_layout
 def test_extending_to_what_is_there_adds_nothing(make_cache, layout):
     cache = make_cache(layout)
-    cache.extend(9)
+    cache.extend([9])
     before = state(cache)
-    for wanted in (0, 1, 9, cache.committed_blocks):
-        extension = cache.extend(wanted)
+    for wanted in (0, 1, 9, cache.committed_blocks[0]):
+        extension = cache.extend([wanted])
         assert (extension.chunks, extension.old_blocks) == ((), extension.new_blocks)
     assert state(cache) == before
 
@@ -124,16 +127,16 @@ def test_extending_to_what_is_there_adds_nothing(make_cache, layout):
 @every_layout
 def test_the_first_block_beyond_the_bound_faults(make_cache, layout):
     cache = make_cache(layout)
-    cache.extend(3)
-    bound = cache.committed_blocks
+    cache.extend([3])
+    (bound,) = cache.committed_blocks
     # Its last byte: the first may lie in the granule that the block before it needs.
     last = (-1, -1, -1)
 
     def touch_inside():
-        cache.views[-1][bound - 1][last] = 1.0
+        cache.views[0][-1][bound - 1][last] = 1.0
 
     def touch_outside():
-        cache.views[-1][bound][last] = 1.0
+        cache.views[0][-1][bound][last] = 1.0
 
     assert run_in_child(touch_inside) == 0
     assert run_in_child(touch_outside) == -11
@@ -142,27 +145,27 @@ def test_the_first_block_beyond_the_bound_faults(make_cache, layout):
 @every_layout
 def test_beyond_the_capacity_nothing_is_committed(make_cache, layout):
     cache = make_cache(layout)
-    cache.extend(5)
+    cache.extend([5])
     before = state(cache)
     with pytest.raises(CapacityExceeded, match="41 blocks asked for, 40 are reserved"):
-        cache.extend(CAPACITY + 1)
+        cache.extend([CAPACITY + 1])
     assert state(cache) == before
-    cache.extend(CAPACITY)
-    assert cache.committed_blocks == CAPACITY
+    cache.extend([CAPACITY])
+    assert cache.committed_blocks == (CAPACITY,)
 
 
 @every_layout
 def test_a_driver_that_fails_at_any_commit_leaves_the_cache_as_it_was(make_cache, layout):
     driver = FaultyDriver(4096)
     cache = make_cache(layout, driver)
-    cache.extend(4)
-    cache.views[0][1] = 7.0
+    cache.extend([4])
+    cache.views[0][0][1] = 7.0
     before, files = state(cache), num_open_files()
     num_failures = 0
     while True:
         driver.fail_after = num_failures
         try:
-            extension = cache.extend(33)
+            extension = cache.extend([33])
         except OutOfMemory:
             num_failures += 1
             assert state(cache) == before
@@ -170,8 +173,8 @@ def test_a_driver_that_fails_at_any_commit_leaves_the_cache_as_it_was(make_cache
             continue
         break
     assert num_failures == len(extension.chunks) > 1
-    assert cache.committed_blocks >= 33
-    assert (cache.views[0][1] == 7.0).all()
+    assert cache.committed_blocks[0] >= 33
+    assert (cache.views[0][0][1] == 7.0).all()
 
 
 @every_layout
@@ -180,32 +183,32 @@ def test_retract_takes_back_exactly_the_newest_extension(make_cache, layout):
     before = [state(cache)]
     extensions = []
     for wanted in (2, 11, CAPACITY):
-        extensions.append(cache.extend(wanted))
+        extensions.append(cache.extend([wanted]))
         before.append(state(cache))
     for extension in reversed(extensions):
         assert state(cache) == before.pop()
         cache.retract(extension)
     assert state(cache) == before.pop()
-    assert cache.extend(CAPACITY).old_blocks == 0
+    assert cache.extend([CAPACITY]).old_blocks == (0,)
 
 
 def test_retracting_nothing_does_nothing(make_cache):
     cache = make_cache(KVCacheLayout.LBHNC)
-    cache.extend(4)
+    cache.extend([4])
     before = state(cache)
-    cache.retract(cache.extend(1))
+    cache.retract(cache.extend([1]))
     assert state(cache) == before
 
 
 def test_close_is_idempotent_and_gives_everything_back(make_cache):
     files = num_open_files()
     cache = make_cache(KVCacheLayout.LHBNC)
-    cache.extend(CAPACITY)
+    cache.extend([CAPACITY])
     assert num_open_files() > files
     cache.close()
     cache.close()
     assert num_open_files() == files
-    assert cache.committed_blocks == cache.committed_bytes == 0
+    assert (cache.committed_blocks, cache.committed_bytes) == ((0,), 0)
 
 
 # --- how far, how often, in how many pieces ----------------------------------------------------
@@ -224,7 +227,7 @@ def geometries(draw):
     layout = draw(st.sampled_from(list(KVCacheLayout)))
     capacity = draw(st.integers(2, 20_000))
     granularity = draw(st.sampled_from([4096, 65536, 2 << 20]))
-    return CacheGeometry.build(spec, layout, capacity, granularity)
+    return GroupGeometry.build(spec, layout, capacity, granularity)
 
 
 def backed(geometry, num_blocks):

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.cache.layout import AXES, CacheGeometry, KVCacheLayout
+from kvxfer.cache.layout import (
+    AXES,
+    MAX_ADDRESSES,
+    MAX_GROUPS,
+    CacheGeometry,
+    GroupGeometry,
+    KVCacheLayout,
+)
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.errors import PlanError, UsageError
 
@@ -69,7 +76,7 @@ def byte_of(geometry, element):
 @BUDGET
 @any_geometry
 def test_elements_lie_in_the_order_that_the_name_says(name, spec, capacity, granularity):
-    geometry = CacheGeometry.build(spec, KVCacheLayout(name), capacity, granularity)
+    geometry = GroupGeometry.build(spec, KVCacheLayout(name), capacity, granularity)
     expected = laid_out(geometry)
     assert {e: byte_of(geometry, e) for e in expected} == {e: o for e, (_, o) in expected.items()}
 
@@ -78,7 +85,7 @@ def test_elements_lie_in_the_order_that_the_name_says(name, spec, capacity, gran
 @BUDGET
 @any_geometry
 def test_elements_are_apart_and_within_their_segment(name, spec, capacity, granularity):
-    geometry = CacheGeometry.build(spec, KVCacheLayout(name), capacity, granularity)
+    geometry = GroupGeometry.build(spec, KVCacheLayout(name), capacity, granularity)
     places = laid_out(geometry)
     assert geometry.num_segments == 1 + max(segment for segment, _ in places.values())
     taken = set()
@@ -97,7 +104,7 @@ def test_elements_are_apart_and_within_their_segment(name, spec, capacity, granu
 @BUDGET
 @any_geometry
 def test_segments_never_share_a_granule(name, spec, capacity, granularity):
-    geometry = CacheGeometry.build(spec, KVCacheLayout(name), capacity, granularity)
+    geometry = GroupGeometry.build(spec, KVCacheLayout(name), capacity, granularity)
     granules = {}
     for element, (segment, _) in laid_out(geometry).items():
         first = byte_of(geometry, element)
@@ -109,7 +116,7 @@ def test_segments_never_share_a_granule(name, spec, capacity, granularity):
 @BUDGET
 @any_geometry
 def test_a_committed_prefix_backs_the_blocks_it_says(name, spec, capacity, granularity):
-    geometry = CacheGeometry.build(spec, KVCacheLayout(name), capacity, granularity)
+    geometry = GroupGeometry.build(spec, KVCacheLayout(name), capacity, granularity)
     needed = [0] * capacity  # bytes of each segment that must be committed to have the block whole
     for element, (segment, _) in laid_out(geometry).items():
         end = byte_of(geometry, element) + spec.itemsize - geometry.segment_offset(segment)
@@ -136,7 +143,7 @@ def is_one_stretch(geometry, elements):
 def test_predicates_follow_from_where_the_bytes_are(name):
     layout = KVCacheLayout(name)
     spec = KVCacheSpec(2, 3, 2, 1, "bfloat16", 4)
-    geometry = CacheGeometry.build(spec, layout, 3, granularity=1)  # no padding, all extents > 1
+    geometry = GroupGeometry.build(spec, layout, 3, granularity=1)  # no padding, all extents > 1
     elements = list(laid_out(geometry))
     page = [e for e in elements if e[:2] == (1, 1)]
     in_memory_order = sorted(page, key=lambda e: byte_of(geometry, e))
@@ -151,7 +158,7 @@ def test_predicates_follow_from_where_the_bytes_are(name):
 def test_axes_split_at_the_block(name):
     layout = KVCacheLayout(name)
     assert layout.segment_axes + "B" + layout.inner_axes == name
-    geometry = CacheGeometry.build(KVCacheSpec(2, 3, 2, 1, "bfloat16", 4), layout, 5, 4096)
+    geometry = GroupGeometry.build(KVCacheSpec(2, 3, 2, 1, "bfloat16", 4), layout, 5, 4096)
     inner = math.prod(extents(geometry)[axis] for axis in layout.inner_axes)
     assert geometry.segment_block_bytes == 2 * inner == geometry.strides[AXES.index("B")]
 
@@ -161,7 +168,7 @@ def test_axes_split_at_the_block(name):
 @pytest.mark.parametrize("change", [-1, 1, 4096])
 def test_strides_of_a_peer_that_reckons_otherwise_are_refused(name, axis, change):
     spec = KVCacheSpec(2, 2, 2, 2, "bfloat16", 4)
-    geometry = CacheGeometry.build(spec, KVCacheLayout(name), 3, 64)
+    geometry = GroupGeometry.build(spec, KVCacheLayout(name), 3, 64)
     strides = list(geometry.strides)
     strides[axis] += change
     with pytest.raises(PlanError, match="strides"):
@@ -171,7 +178,7 @@ def test_strides_of_a_peer_that_reckons_otherwise_are_refused(name, axis, change
 @pytest.mark.parametrize("granularity", [0, -4096, 3, 4097])
 def test_granularity_is_a_power_of_two(granularity):
     with pytest.raises(UsageError) as caught:
-        CacheGeometry.build(
+        GroupGeometry.build(
             KVCacheSpec(1, 1, 1, 1, "float32", 1), KVCacheLayout.LBHNC, 1, granularity
         )
     assert caught.value.field == "granularity"
@@ -179,7 +186,7 @@ def test_granularity_is_a_power_of_two(granularity):
 
 def test_a_cache_without_blocks_is_refused():
     with pytest.raises(UsageError) as caught:
-        CacheGeometry.build(KVCacheSpec(1, 1, 1, 1, "float32", 1), KVCacheLayout.BLHNC, 0, 4096)
+        GroupGeometry.build(KVCacheSpec(1, 1, 1, 1, "float32", 1), KVCacheLayout.BLHNC, 0, 4096)
     assert caught.value.field == "capacity_blocks"
 
 
@@ -195,3 +202,106 @@ def test_an_unknown_name_lists_the_six(name):
         KVCacheLayout.parse("kv_layout", name)
     assert (caught.value.field, caught.value.value) == ("kv_layout", name)
     assert [known for known in NAMES if known in str(caught.value)] == NAMES
+
+
+# --- several groups -------------------------------------------------------------------------------
+
+granularities = st.sampled_from([1, 8, 64, 256])
+
+
+@st.composite
+def caches(draw):
+    chosen = draw(st.lists(specs, min_size=1, max_size=3))
+    layouts = [KVCacheLayout(draw(st.sampled_from(NAMES))) for _ in chosen]
+    capacities = [draw(st.integers(1, 4)) for _ in chosen]
+    return CacheGeometry.build(chosen, layouts, capacities, draw(granularities))
+
+
+def bytes_of(group):
+    """{byte in the reservation: (segment, element)} of all that a group holds."""
+    found = {}
+    for element, (segment, offset) in laid_out(group).items():
+        for byte in range(offset, offset + group.spec.itemsize):
+            found[group.offset + byte] = (segment, element)
+    return found
+
+
+@BUDGET
+@given(caches())
+def test_groups_lie_one_behind_the_other_and_never_share_a_granule(cache):
+    owners, end = {}, 0
+    for index, group in enumerate(cache.groups):
+        assert group.offset == end
+        end = group.end
+        for byte, (segment, _) in bytes_of(group).items():
+            assert group.offset <= byte < group.end
+            owner = owners.setdefault(byte // cache.granularity, (index, segment))
+            assert owner == (index, segment)
+    assert end == cache.total_bytes == sum(group.total_bytes for group in cache.groups)
+    assert cache.num_layers == sum(spec.num_layers for spec in cache.specs)
+
+
+@BUDGET
+@given(caches())
+def test_an_offset_moves_a_group_and_changes_nothing_else(cache):
+    for group in cache.groups:
+        alone = dataclasses.replace(group, offset=0)
+        assert bytes_of(group) == {group.offset + byte: e for byte, e in bytes_of(alone).items()}
+        for segment in range(group.num_segments):
+            start = group.segment_offset(segment)
+            assert start == group.offset + alone.segment_offset(segment)
+            for inside in (0, group.segment_stride_bytes - 1):
+                assert group.offset_in_segment(start + inside) == inside
+
+
+@BUDGET
+@given(caches(), st.data())
+def test_blocks_of_groups_come_to_their_bytes(cache, data):
+    blocks = [data.draw(st.integers(0, group.capacity_blocks)) for group in cache.groups]
+    held = sum(
+        element[1] < count
+        for group, count in zip(cache.groups, blocks, strict=True)
+        for _, element in bytes_of(group).values()
+    )
+    assert cache.bytes_of(blocks) == held
+
+
+ONE = KVCacheSpec(2, 1, 4, 4, "float32", 4)
+
+
+@pytest.mark.parametrize("offset", [-4096, -1, 1, 2048, 4097])
+def test_a_group_starts_at_a_granule(offset):
+    with pytest.raises(PlanError, match="offset"):
+        GroupGeometry.build(ONE, KVCacheLayout.LBHNC, 3, 4096, offset)
+
+
+def test_groups_that_do_not_follow_each_other_are_refused():
+    first, second = CacheGeometry.build([ONE, ONE], [KVCacheLayout.LBHNC] * 2, [3, 3], 4096).groups
+    for groups in (
+        (second,),
+        (second, first),
+        (first, first),
+        (first, dataclasses.replace(second, offset=second.offset + 4096)),
+        (first, dataclasses.replace(second, offset=0)),
+        (first, GroupGeometry.build(ONE, KVCacheLayout.LBHNC, 3, 2048, second.offset)),
+    ):
+        with pytest.raises(PlanError, match="does not follow"):
+            CacheGeometry(groups)
+
+
+@pytest.mark.parametrize("count", [0, MAX_GROUPS + 1])
+def test_the_number_of_groups_has_bounds(count):
+    with pytest.raises(UsageError) as caught:
+        CacheGeometry.build([ONE] * count, [KVCacheLayout.BLHNC] * count, [1] * count, 4096)
+    assert (caught.value.field, caught.value.value) == ("groups", count)
+
+
+def test_addresses_are_bounded_for_a_group_and_for_all_of_them():
+    most = MAX_ADDRESSES // ONE.block_bytes
+    with pytest.raises(UsageError) as caught:
+        GroupGeometry.build(ONE, KVCacheLayout.BLHNC, most + 1, 4096)
+    assert caught.value.field == "capacity_blocks"
+    assert CacheGeometry.build([ONE], [KVCacheLayout.BLHNC], [most], 4096).total_bytes
+    with pytest.raises(UsageError) as caught:
+        CacheGeometry.build([ONE, ONE], [KVCacheLayout.BLHNC] * 2, [most, 1], 4096)
+    assert caught.value.field == "groups"

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from kvxfer.cache.spec import DTYPE_SIZES, KVCacheSpec
+from kvxfer.cache.spec import DTYPE_SIZES, GroupKind, KVCacheSpec
 from kvxfer.errors import UsageError
 
 LLAMA = KVCacheSpec(
@@ -55,3 +55,31 @@ def test_a_wrong_field_is_named(field, value):
     with pytest.raises(UsageError) as caught:
         dataclasses.replace(LLAMA, **{field: value})
     assert (caught.value.field, caught.value.value) == (field, value)
+
+
+SLIDING, MLA, FULL = GroupKind.SLIDING, GroupKind.MLA, GroupKind.FULL
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"kind": SLIDING}, "window"),
+        ({"kind": SLIDING, "window": -1}, "window"),
+        ({"window": 16}, "window"),
+        ({"window": -1}, "window"),
+        ({"kind": MLA, "num_kv_heads": 1, "window": 16}, "window"),
+        ({"kind": GroupKind.CROSS, "window": 16}, "window"),
+        ({"kind": MLA, "num_kv_heads": 2}, "num_kv_heads"),
+    ],
+)
+def test_a_kind_has_what_belongs_to_it_and_nothing_else(changes, field):
+    with pytest.raises(UsageError) as caught:
+        dataclasses.replace(LLAMA, **changes)
+    assert caught.value.field == field
+
+
+def test_kinds_that_can_be():
+    assert dataclasses.replace(LLAMA, kind=SLIDING, window=1).window == 1
+    assert dataclasses.replace(LLAMA, kind=MLA, num_kv_heads=1, head_dim_v=0).kind is MLA
+    assert dataclasses.replace(LLAMA, kind=GroupKind.CROSS).window == 0
+    assert LLAMA.kind is FULL

@@ -26,11 +26,11 @@ KEPT_BLOCKS = 4
 
 class Owner:
     def __init__(self, agent_name: str) -> None:
-        geometry = CacheGeometry.build(SPEC, KVCacheLayout.BLHNC, 64, 64 * 1024)
+        geometry = CacheGeometry.build([SPEC], [KVCacheLayout.BLHNC], [64], 64 * 1024)
         self.cache = KVCache(HostDriver(64 * 1024), geometry)
         for bound in (KEPT_BLOCKS, 64):
-            self.cache.extend(bound)
-        for view in self.cache.views:
+            self.cache.extend([bound])
+        for view in self.cache.views[0]:
             view.fill_(1.0)
         base = self.cache.buffer.base_address
         window = MemoryWindow(base, geometry.total_bytes, "cpu")
@@ -50,17 +50,17 @@ class Owner:
                 "description": self.connector.describe(regions).hex(),
             }
         if command in ("retire", "decommit"):
-            gone = [Region(c.offset, c.size) for c in self.cache.above(KEPT_BLOCKS)]
+            gone = [Region(c.offset, c.size) for c in self.cache.above([KEPT_BLOCKS])]
             self.connector.deregister(gone)
-            self.cache.shrink(KEPT_BLOCKS, is_reachable=command == "retire")
+            self.cache.shrink([KEPT_BLOCKS], is_reachable=command == "retire")
         elif command == "extend":
-            self.cache.extend(64)
-        bound = self.cache.committed_blocks
+            self.cache.extend([64])
+        (bound,) = self.cache.committed_blocks
         return {
             "blocks": bound,
             "tombstones": sum(tomb.size for tomb in self.cache.buffer.tombstones),
-            "kept": all(bool((view[:KEPT_BLOCKS] == 1.0).all()) for view in self.cache.views),
-            "rest_sum": sum(float(view[KEPT_BLOCKS:bound].sum()) for view in self.cache.views),
+            "kept": all(bool((view[:KEPT_BLOCKS] == 1.0).all()) for view in self.cache.views[0]),
+            "rest_sum": sum(float(view[KEPT_BLOCKS:bound].sum()) for view in self.cache.views[0]),
         }
 
 

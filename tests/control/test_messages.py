@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.cache.layout import CacheGeometry, KVCacheLayout
-from kvxfer.cache.spec import KVCacheSpec
+from kvxfer.cache.layout import (
+    MAX_ADDRESSES,
+    MAX_GROUPS,
+    CacheGeometry,
+    GroupGeometry,
+    KVCacheLayout,
+)
+from kvxfer.cache.spec import GroupKind, KVCacheSpec
 from kvxfer.control import messages as m
 from kvxfer.control import wire
 from kvxfer.errors import WireError
@@ -16,7 +22,14 @@ from kvxfer.transfer.regions import Region
 
 BUDGET = settings(max_examples=120, deadline=None, derandomize=True)
 SPEC = KVCacheSpec(2, 2, 8, 8, "float32", 4)
-GEOMETRY = CacheGeometry.build(SPEC, KVCacheLayout.BLHNC, 100, 4096)
+WINDOWED = KVCacheSpec(3, 1, 8, 4, "bfloat16", 4, GroupKind.SLIDING, 5)
+LATENT = KVCacheSpec(1, 1, 24, 0, "float16", 4, GroupKind.MLA)
+GEOMETRY = CacheGeometry.build(
+    [SPEC, WINDOWED, LATENT],
+    [KVCacheLayout.BLHNC, KVCacheLayout.LBHNC, KVCacheLayout.LHBNC],
+    [100, 7, 33],
+    4096,
+)
 FACTS = m.WorkerFacts(
     role="decode",
     worker_id="decode-0",
@@ -33,9 +46,9 @@ FACTS = m.WorkerFacts(
 )
 STATS = m.TransferStats(1 << 40, 2, 3, 4, 5, 6)
 EXAMPLES = [
-    m.Hello(1, FACTS),
-    m.Hello(1, None),
-    m.Welcome(1, FACTS, "push"),
+    m.Hello(m.WIRE_VERSION, FACTS),
+    m.Hello(m.WIRE_VERSION, None),
+    m.Welcome(m.WIRE_VERSION, FACTS, "push"),
     m.Reject("model", "a", "b"),
     m.Heartbeat(),
     m.Goodbye("bye"),
@@ -45,8 +58,8 @@ EXAMPLES = [
     m.Cancel("r"),
     m.Token("r", 0, 5),
     m.Finished("r", "stop", "", 3, STATS, ["ab"]),
-    m.PrefillRequest("r", [], m.Sampling(), m.Grant("g", [1, 2], 0.5)),
-    m.Ready("r", m.Lease("g", [], 1.0), 0, 16, True),
+    m.PrefillRequest("r", [], m.Sampling(), m.Grant("g", [[1, 2], [], [3]], 0.5)),
+    m.Ready("r", m.Lease("g", [[], [5]], 1.0), 0, 16, True),
     m.Taken("r", "g"),
     m.Confirmed("r", "g", 9),
     m.Done("r", "g", 10, 2, 3, STATS),
@@ -57,11 +70,11 @@ EXAMPLES = [
     m.Status("w", {"i": 1, "f": 0.5, "s": "text"}),
     m.RegionsRevoke(2, [Region(0, 4096)], b"\0\xff"),
     m.RegionsRevoked(2),
-    m.Shrink(5, 0.5),
+    m.Shrink([5, 1], 0.5),
     m.Sleep(0.5),
     m.WakeUp(),
     m.Defragment(0.5),
-    m.CacheState("Sleep", "why", True, 1, 0, 4096),
+    m.CacheState("Sleep", "why", True, [1, 0], 0, 4096, 8192),
 ]
 every_example = pytest.mark.parametrize("message", EXAMPLES, ids=lambda x: type(x).__name__)
 
@@ -119,14 +132,24 @@ def test_wrong_types_are_refused(message):
 
 
 def test_unknown_fields_deeper_down_are_refused():
-    value = raw(m.Hello(1, FACTS))
+    value = raw(m.Hello(m.WIRE_VERSION, FACTS))
     refused(value | {"facts": value["facts"] | {"surprise": 1}})
     grant = raw(EXAMPLES[12])
     refused(grant | {"grant": grant["grant"] | {"surprise": 1}})
     refused(grant | {"sampling": grant["sampling"] | {"temperature": "hot"}})
 
 
-BAD_GEOMETRY = {
+def with_groups(groups):
+    """Our Hello, as plain values, with other groups in its geometry."""
+    value = raw(m.Hello(m.WIRE_VERSION, FACTS))
+    return value | {"facts": value["facts"] | {"geometry": {"groups": groups}}}
+
+
+def plain_groups():
+    return raw(m.Hello(m.WIRE_VERSION, FACTS))["facts"]["geometry"]["groups"]
+
+
+BAD_GROUP = {
     "strides": [1, 2, 3, 4, 5],
     "too few strides": [1, 2],
     "capacity_blocks": 0,
@@ -135,12 +158,63 @@ BAD_GEOMETRY = {
 }
 
 
-@pytest.mark.parametrize("what", BAD_GEOMETRY)
-def test_a_geometry_that_is_none_is_a_wire_error(what):
-    value = raw(m.Hello(1, FACTS))
-    field = "strides" if "strides" in what else what
-    geometry = value["facts"]["geometry"] | {field: BAD_GEOMETRY[what]}
-    refused(value | {"facts": value["facts"] | {"geometry": geometry}})
+@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("what", BAD_GROUP)
+def test_a_geometry_that_is_none_is_a_wire_error(what, index):
+    field, groups = "strides" if "strides" in what else what, plain_groups()
+    groups[index] = groups[index] | {field: BAD_GROUP[what]}
+    refused(with_groups(groups))
+
+
+def moved(group, by):
+    return group | {"offset": group["offset"] + by}
+
+
+BAD_ROWS = {
+    "none": lambda a, b, c: [],
+    "the second missing": lambda a, b, c: [a, c],
+    "two swapped": lambda a, b, c: [b, a, c],
+    "one twice": lambda a, b, c: [a, a, b, c],
+    "a gap before the first": lambda a, b, c: [moved(g, 4096) for g in (a, b, c)],
+    "a gap between two": lambda a, b, c: [a, b, moved(c, 4096)],
+    "an overlap": lambda a, b, c: [a, moved(b, -4096), moved(c, -4096)],
+    "all at the start": lambda a, b, c: [g | {"offset": 0} for g in (a, b, c)],
+    "a granularity of its own": lambda a, b, c: [a, b | {"granularity": 1024}, c],
+    "an offset inside a granule": lambda a, b, c: [a, b, moved(c, 8)],
+    "a negative offset": lambda a, b, c: [moved(a, -4096), b, c],
+}
+
+
+@pytest.mark.parametrize("row", BAD_ROWS)
+def test_groups_that_do_not_follow_each_other_are_a_wire_error(row):
+    assert wire.decode(msgspec.msgpack.encode(with_groups(plain_groups()))) == m.Hello(
+        m.WIRE_VERSION, FACTS
+    )
+    refused(with_groups(BAD_ROWS[row](*plain_groups())))
+
+
+def many_groups(count):
+    layouts = [KVCacheLayout.BLHNC] * count
+    return CacheGeometry.build([SPEC] * count, layouts, [1] * count, 4096)
+
+
+def test_the_number_of_groups_has_a_bound():
+    full = many_groups(MAX_GROUPS)
+    facts = msgspec.structs.replace(FACTS, geometry=full)
+    assert wire.decode(wire.encode(m.Hello(m.WIRE_VERSION, facts))).facts == facts
+    groups = raw(m.Hello(m.WIRE_VERSION, facts))["facts"]["geometry"]["groups"]
+    refused(with_groups([*groups, moved(groups[-1], full.groups[0].total_bytes)]))
+
+
+def test_groups_that_together_need_too_many_addresses_are_a_wire_error():
+    """Each by itself could be."""
+    capacity = MAX_ADDRESSES // SPEC.block_bytes - 1
+    huge = raw(m.Hello(m.WIRE_VERSION, FACTS))["facts"]["geometry"]["groups"][0]
+    alone = GroupGeometry.build(SPEC, KVCacheLayout.BLHNC, capacity, 4096)
+    first = huge | {"capacity_blocks": capacity, "strides": list(alone.strides)}
+    found = wire.decode(msgspec.msgpack.encode(with_groups([first])))
+    assert found.facts.geometry.groups == (alone,)
+    refused(with_groups([first, first | {"offset": alone.end}]))
 
 
 @pytest.mark.parametrize(
@@ -152,13 +226,18 @@ def test_a_geometry_that_is_none_is_a_wire_error(what):
         {"dtype": "float99"},
         {"block_size": 2**64 - 1, "num_kv_heads": 2**64 - 1},
         {"head_dim_v": -1},
+        {"kind": "half"},
+        {"kind": "sliding"},
+        {"window": 4},
+        {"window": -1},
+        {"kind": "mla"},
     ],
 )
 def test_a_spec_that_is_none_is_a_wire_error(changes):
-    value = raw(m.Welcome(1, FACTS, "push"))
-    geometry = value["facts"]["geometry"]
-    geometry = geometry | {"spec": geometry["spec"] | changes}
-    refused(value | {"facts": value["facts"] | {"geometry": geometry}})
+    value = raw(m.Welcome(m.WIRE_VERSION, FACTS, "push"))
+    groups = value["facts"]["geometry"]["groups"]
+    groups[0] = groups[0] | {"spec": groups[0]["spec"] | changes}
+    refused(value | {"facts": value["facts"] | {"geometry": {"groups": groups}}})
 
 
 @pytest.mark.parametrize("region", [[0, 0], [-1, 5], {"offset": 4, "size": -4}, {"offset": 4}])
@@ -214,18 +293,18 @@ def test_deep_nesting_is_a_wire_error():
         wire.decode(b"\x81\xa1a" * 100_000 + b"\x00")
 
 
-@pytest.mark.parametrize("version", [0, 2, 77, -1])
+@pytest.mark.parametrize("version", [0, m.WIRE_VERSION - 1, m.WIRE_VERSION + 1, 77, -1])
 def test_another_versions_hello_is_known_by_its_version(version):
     strange = {"type": "Hello", "wire_version": version, "facts": 5, "and": {"much": ["more"]}}
     assert wire.decode(msgspec.msgpack.encode(strange)) == m.Hello(version, None)
-    value = raw(m.Hello(1, FACTS)) | {"wire_version": version}
+    value = raw(m.Hello(m.WIRE_VERSION, FACTS)) | {"wire_version": version}
     assert wire.decode(msgspec.msgpack.encode(value | {"new": 1})).wire_version == version
 
 
 def test_a_strange_hello_of_our_own_version_is_refused():
     refused({"type": "Hello", "wire_version": m.WIRE_VERSION, "facts": 5})
-    refused({"type": "Hello", "wire_version": "2", "facts": None})
-    refused({"type": "Welcome", "wire_version": 2, "facts": None})
+    refused({"type": "Hello", "wire_version": str(m.WIRE_VERSION), "facts": None})
+    refused({"type": "Welcome", "wire_version": m.WIRE_VERSION, "facts": None})
 
 
 def test_messages_have_a_bound_on_either_side():
@@ -240,13 +319,15 @@ def test_messages_have_a_bound_on_either_side():
 def test_the_largest_hello_fits():
     regions = [Region(index * 4096, 4096) for index in range(100_000)]
     facts = msgspec.structs.replace(FACTS, regions=regions, description=bytes(4 << 20))
-    data = wire.encode(m.Hello(1, facts))
+    data = wire.encode(m.Hello(m.WIRE_VERSION, facts))
     assert len(data) < wire.MAX_MESSAGE_BYTES
     assert wire.decode(data).facts.regions == regions
 
 
 def test_geometry_is_checked_again_at_the_other_end():
     """Whatever passes is exactly what this side would have computed itself."""
-    found = wire.decode(wire.encode(m.Hello(1, FACTS))).facts.geometry
-    built = CacheGeometry.build(found.spec, found.layout, found.capacity_blocks, found.granularity)
+    found = wire.decode(wire.encode(m.Hello(m.WIRE_VERSION, FACTS))).facts.geometry
+    layouts = [group.layout for group in found.groups]
+    capacities = [group.capacity_blocks for group in found.groups]
+    built = CacheGeometry.build(found.specs, layouts, capacities, found.granularity)
     assert dataclasses.asdict(built) == dataclasses.asdict(found) == dataclasses.asdict(GEOMETRY)

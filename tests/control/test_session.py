@@ -1,12 +1,15 @@
 """Two workers' facts, and whether KV may flow between them: the same answer at both ends."""
 
+import dataclasses
 import itertools
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvxfer.cache.layout import CacheGeometry, KVCacheLayout
-from kvxfer.cache.spec import KVCacheSpec
+from kvxfer.cache.spec import GroupKind, KVCacheSpec
 from kvxfer.control.cache_messages import RegionsRevoke
 from kvxfer.control.messages import RegionsUpdate, WorkerFacts
 from kvxfer.control.session import Peer, agree
@@ -25,10 +28,11 @@ SPEC = {
 }
 
 
-def make_facts(role, layout="LBHNC", capacity=16, spec=None, **changes):
-    geometry = CacheGeometry.build(
-        KVCacheSpec(**{**SPEC, **(spec or {})}), KVCacheLayout(layout), capacity, 4096
-    )
+def make_facts(role, layout="LBHNC", capacity=16, spec=None, more=(), **changes):
+    """`more`: specs of further groups, with one layout each."""
+    specs = [KVCacheSpec(**{**SPEC, **(spec or {})}), *(one for one, _ in more)]
+    layouts = [KVCacheLayout(layout), *(KVCacheLayout(name) for _, name in more)]
+    geometry = CacheGeometry.build(specs, layouts, [capacity] * len(specs), 4096)
     facts = WorkerFacts(
         role=role,
         worker_id=f"{role}-0",
@@ -57,6 +61,7 @@ DIFFERENCES = {
     "head_dim_v": {"spec": {"head_dim_v": 0}},
     "dtype": {"spec": {"dtype": "bfloat16"}},
     "block_size": {"spec": {"block_size": 16}},
+    "kind": {"spec": {"kind": GroupKind.CROSS}},
     "role": {"role": "prefill"},
     "lane": {"lane": "pull"},
 }
@@ -189,7 +194,7 @@ def test_a_peer_is_called_by_its_worker_id_once_that_is_known():
 @pytest.mark.parametrize("layout", KVCacheLayout)
 def test_what_is_revoked_is_gone_and_names_the_lowest_block(layout):
     facts = make_facts("decode", layout=layout, capacity=64)
-    geometry = facts.geometry
+    (geometry,) = facts.geometry.groups
     stride, size = geometry.segment_stride_bytes, geometry.segment_block_bytes
     starts = [segment * stride for segment in range(geometry.num_segments)]
     regions = [Region(start, 4096) for start in starts if stride > 4096]
@@ -197,19 +202,141 @@ def test_what_is_revoked_is_gone_and_names_the_lowest_block(layout):
     peer = Peer("in:00", 0.0)
     peer.learn(msgspec.structs.replace(facts, regions=sorted(regions)), Direction.PUSH)
     upper = [region for region in regions if region.offset % stride]
-    assert peer.drop(RegionsRevoke(1, upper, b"")) == 4096 // size
+    assert peer.drop(RegionsRevoke(1, upper, b"")) == [4096 // size]
     assert peer.regions.generation == 1
     with pytest.raises(RegionError, match="not registered"):
         peer.drop(RegionsRevoke(2, upper, b""))
     lower = list(peer.regions.regions)
-    assert peer.drop(RegionsRevoke(2, lower, b"")) == (0 if lower else stride // size)
+    assert peer.drop(RegionsRevoke(2, lower, b"")) == [0 if lower else geometry.capacity_blocks]
     assert peer.regions.regions == ()
 
 
 def test_a_revoked_region_over_several_segments_may_hold_any_block():
     facts = make_facts("decode", capacity=64)
-    stride = facts.geometry.segment_stride_bytes
+    stride = facts.geometry.groups[0].segment_stride_bytes
     odd = Region(stride - 4096, 8192)
     peer = Peer("in:00", 0.0)
     peer.learn(msgspec.structs.replace(facts, regions=[odd]), Direction.PUSH)
-    assert peer.drop(RegionsRevoke(1, [odd], b"")) == 0
+    assert peer.drop(RegionsRevoke(1, [odd], b"")) == [0]
+
+
+# --- several groups -------------------------------------------------------------------------------
+
+SLIDING = KVCacheSpec(3, 1, 8, 4, "float32", 4, GroupKind.SLIDING, 5)
+LATENT = KVCacheSpec(1, 1, 24, 0, "float16", 4, GroupKind.MLA)
+GROUP_DIFFERENCES = {
+    "num_layers": 4,
+    "num_kv_heads": 2,
+    "head_dim_k": 16,
+    "head_dim_v": 8,
+    "dtype": "bfloat16",
+    "block_size": 8,
+    "window": 6,
+}
+
+
+def several(role, *specs, layouts=("BLHNC", "LHBNC"), **changes):
+    return make_facts(role, more=list(zip(specs, layouts, strict=True)), **changes)
+
+
+@pytest.mark.parametrize("field", GROUP_DIFFERENCES)
+def test_a_field_that_differs_is_named_with_its_group(field):
+    other = dataclasses.replace(SLIDING, **{field: GROUP_DIFFERENCES[field]})
+    ours, theirs = several("prefill", SLIDING, LATENT), several("decode", other, LATENT)
+    for here, there, values in (
+        (ours, theirs, (getattr(SLIDING, field), GROUP_DIFFERENCES[field])),
+        (theirs, ours, (GROUP_DIFFERENCES[field], getattr(SLIDING, field))),
+    ):
+        with pytest.raises(HandshakeRejected) as error:
+            agree(here, there)
+        assert error.value.field == f"{field} of group 1"
+        assert (error.value.ours, error.value.theirs) == values
+
+
+def test_kinds_that_differ_are_named_with_their_group():
+    plain = dataclasses.replace(SLIDING, kind=GroupKind.FULL, window=0)
+    with pytest.raises(HandshakeRejected) as error:
+        agree(several("prefill", LATENT, SLIDING), several("decode", LATENT, plain))
+    assert error.value.field == "kind of group 2"
+
+
+def test_the_number_of_groups_must_be_the_same():
+    ours = several("prefill", SLIDING, LATENT)
+    theirs = make_facts("decode", more=[(SLIDING, "BLHNC")])
+    for here, there, counts in ((ours, theirs, (3, 2)), (theirs, ours, (2, 3))):
+        with pytest.raises(HandshakeRejected) as error:
+            agree(here, there)
+        assert error.value.field == "groups"
+        assert (error.value.ours, error.value.theirs) == counts
+
+
+def test_the_same_groups_in_another_order_are_refused():
+    with pytest.raises(HandshakeRejected, match="of group 1"):
+        agree(several("prefill", SLIDING, LATENT), several("decode", LATENT, SLIDING))
+
+
+@pytest.mark.parametrize("layouts", list(itertools.product(["LBHNC", "BHLNC"], repeat=2)))
+def test_each_groups_layout_may_differ(layouts):
+    theirs = several("decode", SLIDING, LATENT, layouts=layouts, capacity=99)
+    ours = several("prefill", SLIDING, LATENT)
+    assert agree(ours, theirs) is agree(theirs, ours) is Direction.PUSH
+
+
+def bytes_of_block(group, block):
+    """Every byte of one block, element by element."""
+    spec = group.spec
+    axes = (spec.num_layers, 1, spec.num_kv_heads, spec.block_size, spec.content_dim)
+    for layer, _, head, token, content in itertools.product(*map(range, axes)):
+        index = (layer, block, head, token, content)
+        start = group.offset + sum(i * s for i, s in zip(index, group.strides, strict=True))
+        yield from range(start, start + spec.itemsize)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    layouts=st.tuples(*[st.sampled_from(list(KVCacheLayout))] * 2),
+    capacity=st.integers(1, 5),
+    data=st.data(),
+)
+def test_what_is_revoked_names_the_lowest_block_of_each_group(layouts, capacity, data):
+    """Against looking for a byte of each block in the region. Never higher; and exact for what an
+    owner revokes, which lies within a segment."""
+    specs = [
+        KVCacheSpec(2, 2, 1, 1, "float32", 2),
+        KVCacheSpec(1, 1, 3, 0, "bfloat16", 3, GroupKind.SLIDING, 4),
+    ]
+    geometry = CacheGeometry.build(specs, layouts, [capacity, capacity], 8)
+    total = geometry.total_bytes
+    start = data.draw(st.integers(0, total - 1))
+    region = Region(start, data.draw(st.integers(1, total - start)))
+    facts = msgspec.structs.replace(make_facts("decode"), geometry=geometry, regions=[region])
+    peer = Peer("in:00", 0.0)
+    peer.learn(facts, Direction.PUSH)
+    found = peer.drop(RegionsRevoke(1, [region], b""))
+    for group, lowest in zip(geometry.groups, found, strict=True):
+        touched = [
+            block
+            for block in range(capacity)
+            if any(region.offset <= byte < region.end for byte in bytes_of_block(group, block))
+        ]
+        assert lowest <= min(touched, default=capacity)
+        stride = group.segment_stride_bytes
+        ends = range(group.offset + stride, group.end + 1, stride)
+        crosses = [edge for edge in ends if region.offset < edge < region.end]
+        padding = stride - capacity * group.segment_block_bytes
+        if touched and not crosses:
+            assert lowest == touched[0]
+        elif not padding and not touched:
+            assert lowest == capacity
+
+
+def test_a_group_that_nothing_was_revoked_of_keeps_all_its_blocks():
+    facts = several("decode", SLIDING, LATENT, capacity=64)
+    groups = facts.geometry.groups
+    regions = [Region(group.offset, 4096) for group in groups]
+    for index, region in enumerate(regions):
+        peer = Peer("in:00", 0.0)
+        peer.learn(msgspec.structs.replace(facts, regions=regions), Direction.PUSH)
+        expected = [group.capacity_blocks for group in groups]
+        expected[index] = 0
+        assert peer.drop(RegionsRevoke(1, [region], b"")) == expected

@@ -18,9 +18,9 @@ def test_nothing_is_said_where_nothing_leaks(cluster, caplog, lane):
 def test_a_block_that_nobody_holds_a_request_for_is_told(cluster, caplog):
     _, decode = cluster.pair("push")
     cluster.connect_router(decode)
-    stray = decode.allocator.allocate(1)
+    stray = decode.pools.allocate([1])
     with caplog.at_level(logging.ERROR):
         cluster.finish(cluster.send(decode, 11))
         cluster.until(lambda: bool(caplog.records))
     assert "held for no request" in caplog.text
-    decode.allocator.free(stray)
+    decode.pools.free(stray)

@@ -62,9 +62,9 @@ def test_growth_on_demand_in_the_middle_of_a_transfer(cluster, lane, grower):
     first = cluster.send(decode, num_tokens=12, max_new_tokens=2)
     mover.connector.moving.clear()
     cluster.until(lambda: mover.connector.num_submitted > 0)
-    before, base = worker.allocator.num_blocks, worker.cache.buffer.base_address
+    before, base = worker.pools.num_blocks[0], worker.cache.buffer.base_address
     second = cluster.send(decode, num_tokens=60, max_new_tokens=30)
-    cluster.until(lambda: worker.allocator.num_blocks > before)
+    cluster.until(lambda: worker.pools.num_blocks[0] > before)
     assert not first.completion.output
     assert worker.parts.growth.regions.generation == 2
     mover.connector.moving.set()
@@ -151,7 +151,7 @@ def test_the_hand_over_is_accounted(cluster, lane):
     sent = cluster.send(decode, num_tokens=19)
     cluster.finish(sent)
     stats = sent.completion.transfer
-    spec = decode.cache.geometry.spec
+    spec = decode.cache.geometry.groups[0].spec
     assert stats.num_bytes == 19 * spec.block_bytes // spec.block_size
     assert stats.num_tickets == 3  # chunks of 8 tokens
     assert stats.num_runs >= stats.num_tickets

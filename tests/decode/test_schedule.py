@@ -1,14 +1,16 @@
 """The decode batch and what a request computes next."""
 
 import pytest
+from support.workers import SPEC
 
 from decode.schedule import DecodeBatch, DecodeRequest, RequestState
+from kvxfer.cache.table import BlockTable
 from kvxfer.control.messages import Generate, Sampling
 
 
 def make_request(name="r", prompt=(1, 2, 3), max_new_tokens=3, stop=()):
     generate = Generate(name, list(prompt), max_new_tokens, Sampling(), list(stop), "", False)
-    return DecodeRequest(generate, "router", deadline_s=0.0, blocks=[4, 5])
+    return DecodeRequest(generate, "router", deadline_s=0.0, specs=[SPEC], blocks=[[4, 5]])
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,7 @@ def test_the_next_step_computes_the_newest_token_at_its_position():
     request = make_request(prompt=[1, 2, 3])
     request.output = [50]
     step = request.next_step()
-    assert (list(step.tokens), step.start, list(step.block_table)) == ([50], 3, [4, 5])
+    assert (list(step.tokens), step.start, step.tables) == ([50], 3, [BlockTable([4, 5])])
     request.output = [50, 60]
     step = request.next_step()
     assert (list(step.tokens), step.start) == ([60], 4)

@@ -1,6 +1,7 @@
 """A decode worker's requests: refused, cancelled in every state, failed, given up, late."""
 
 import pytest
+from support.workers import SPEC
 
 from kvxfer.control.messages import Cancel, Generate, Sampling
 
@@ -71,7 +72,7 @@ def hold_in(state, cluster, lane, prefill, decode):
     if state == "waiting":
         blocker = cluster.send(decode, num_tokens=26, max_new_tokens=2)
         decode.runner.hold()
-        cluster.until(lambda: decode.allocator.counts().used == 7)
+        cluster.until(lambda: decode.pools.counts().used == 7)
         return blocker
     if state == "computing":
         prefill.runner.hold()
@@ -217,7 +218,9 @@ def test_a_deadline_that_passes_is_an_error_and_blocks_wait_in_quarantine(cluste
     written_by_others = lane == "push" or state == "moving"
     cluster.turn_for(0.05)
     if written_by_others:
-        assert decode.allocator.counts().quarantined == decode.cache.geometry.spec.num_blocks(21)
+        assert decode.pools.counts().quarantined == decode.cache.geometry.groups[0].spec.num_blocks(
+            21
+        )
     release_all(prefill, decode)
     cluster.until_idle()
 
@@ -264,8 +267,8 @@ def test_prefill_lost_while_it_works_fails_the_request(cluster, lane):
     decode.peers.lose(next(iter(decode.peers.ready())).key, "the test says so")
     cluster.finish(sent)
     assert sent.finished.reason == "error"
-    held = decode.allocator.counts().quarantined
-    assert held == (decode.cache.geometry.spec.num_blocks(21) if lane == "push" else 0)
+    held = decode.pools.counts().quarantined
+    assert held == (SPEC.num_blocks(21) if lane == "push" else 0)
     cluster.add("prefill", lane=lane, listen=address)
     cluster.until_idle()  # the new process fences the old one off
     again = cluster.send(decode)

@@ -40,7 +40,17 @@ def test_ready_out_of_order_fails_the_request(cluster, offers):
     settle_all(cluster, wire)
 
 
-WRONG_BLOCKS = [[0, 1, 2], [1, 2], [1, 2, 64], [1, 2, -1], [1, 2, 2**63], [1, 2, 2**64 - 1]]
+WRONG_BLOCKS = [
+    [[0, 1, 2]],
+    [[1, 2]],
+    [[1, 2, 64]],
+    [[1, 2, -1]],
+    [[1, 2, 2**63]],
+    [[1, 2, 2**64 - 1]],
+    [[1, 2, 2]],
+    [],
+    [[1, 2, 3], [1, 2, 3]],
+]
 
 
 @pytest.mark.parametrize("blocks", WRONG_BLOCKS)
@@ -90,7 +100,7 @@ def test_confirmed_while_a_read_is_in_flight_never_makes_kv_count(cluster):
     cluster.finish(sent)
     assert sent.finished.reason == "error"
     cluster.turn_for(0.05)
-    assert decode.allocator.counts().quarantined == 4, "our own read may still write"
+    assert decode.pools.counts().quarantined == 4, "our own read may still write"
     decode.connector.moving.set()
     settle_all(cluster, wire)
     check_never_counted(sent, decode)

@@ -34,7 +34,7 @@ def test_a_done_that_covers_something_else_never_makes_kv_count(cluster, changes
     assert sent.finished.reason == "error"
     check_never_counted(sent, decode)
     assert decode.peers.ready() == []
-    assert decode.allocator.counts().quarantined == 4
+    assert decode.pools.counts().quarantined == 4
     settle_all(cluster, wire)
 
 
@@ -46,7 +46,7 @@ def test_a_done_of_another_grant_is_not_ours(cluster, grant_id):
     cluster.turn_for(0.05)
     assert sent.finished is None
     check_never_counted(sent, decode)
-    assert decode.allocator.counts().used == 4
+    assert decode.pools.counts().used == 4
     wire.send(done(asked))
     cluster.finish(sent)
     assert sent.completion.output[0] == 7
@@ -82,7 +82,7 @@ def test_done_after_the_abort_ends_the_quarantine_and_counts_for_nothing(cluster
     sent, asked = granted(cluster, wire, decode)
     cluster.router.cancel(sent.completion)
     cluster.until(lambda: bool(wire.of(Abort)))
-    assert decode.allocator.counts().quarantined == 4
+    assert decode.pools.counts().quarantined == 4
     wire.send(done(asked))
     cluster.until_idle()
     assert sent.finished.reason == "cancelled"
@@ -98,7 +98,7 @@ def test_quarantine_ends_with_the_answer_to_this_abort_only(cluster, answer):
     other = "0" * 16
     wire.send(Failed("same", other, "why") if answer is Failed else Aborted("same", other))
     cluster.turn_for(0.05)
-    assert decode.allocator.counts().quarantined == 4
+    assert decode.pools.counts().quarantined == 4
     grant = asked.grant.grant_id
     wire.send(Failed("same", grant, "why") if answer is Failed else Aborted("same", grant))
     cluster.until_idle()
@@ -166,7 +166,7 @@ def test_an_abort_that_was_lost_is_sent_again_when_the_peer_is_back(cluster):
     wire.send(wire.welcome("push"))
     cluster.until(lambda: len(wire.of(Abort)) == 2)
     assert {abort.grant_id for abort in wire.of(Abort)} == {asked.grant.grant_id}
-    assert decode.allocator.counts().quarantined == 4
+    assert decode.pools.counts().quarantined == 4
     wire.send(Aborted(asked.request_id, asked.grant.grant_id))
     cluster.until_idle()
 

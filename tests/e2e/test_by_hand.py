@@ -18,7 +18,7 @@ from support.running import wait_until
 
 from kvxfer.control.cache_messages import Defragment, Sleep, WakeUp
 from kvxfer.control.channel import Channel
-from kvxfer.control.messages import Hello, Reject
+from kvxfer.control.messages import WIRE_VERSION, Hello, Reject
 from kvxfer.model.tokenizer import Tokenizer
 from kvxfer.serve.router import Router
 
@@ -108,7 +108,7 @@ def test_another_wire_version_is_refused_by_name(prefill: HandStarted, stranger:
     prefill.wait_for("ready")
     answer = ask(stranger, prefill.address, Hello(wire_version=99, facts=None))
     assert isinstance(answer, Reject)
-    assert (answer.field, answer.ours, answer.theirs) == ("wire_version", "99", "1")
+    assert (answer.field, answer.ours, answer.theirs) == ("wire_version", "99", str(WIRE_VERSION))
 
 
 def test_a_pair_started_by_hand_serves_prompts(prefill: HandStarted, tmp_path: Path) -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models import HostEngine, host_views
+from support.models import ENCODER_DECODERS, HostEngine, host_views, write_model
 from torch.nn import functional
 
 from kvxfer.cache.kv_cache import KVCache
 from kvxfer.cache.layout import CacheGeometry, KVCacheLayout
 from kvxfer.cache.spec import KVCacheSpec
+from kvxfer.cache.table import BlockTable
 from kvxfer.errors import UnsupportedModel
 from kvxfer.model import inspect_model
 from kvxfer.model.decode_graph import CudaRecorder
@@ -50,10 +51,11 @@ def make_cache(runner):
     made = []
 
     def make(layout=KVCacheLayout.LBHNC, num_blocks=1):
-        spec = runner.probe_spec(BLOCK_SIZE)
-        cache = KVCache(driver, CacheGeometry.build(spec, layout, CAPACITY, driver.granularity))
+        specs = runner.probe_specs(BLOCK_SIZE)
+        geometry = CacheGeometry.build(specs, [layout], [CAPACITY], driver.granularity)
+        cache = KVCache(driver, geometry)
         made.append(cache)
-        cache.extend(num_blocks)
+        cache.extend([num_blocks])
         return cache
 
     yield make
@@ -139,20 +141,64 @@ def test_graphs_change_no_token(runner, make_cache):
             torch.testing.assert_close(kv_a, kv_b, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_graphs_over_rings_and_several_groups_change_no_logit(tmp_path, family):
+    """The window passes several times over each ring; unseen blocks are NaN."""
+    info = inspect_model(write_model(tmp_path, family))
+    runner = ModelRunner.load(info, "cuda", "float32", 1)
+    engine = HostEngine(runner, block_size=BLOCK_SIZE)
+    engine.views = [[view.cuda() for view in group] for group in engine.views]
+    runner.bind(engine.views)
+    for group in engine.views:
+        for view in group:
+            view[0] = 0
+    assert runner.record_decode(3)
+    prompts = excerpt(3, 60)
+    sequences = [
+        engine.prefill(p, list(range(1 + 9 * i, 9 + 9 * i))) for i, p in enumerate(prompts)
+    ]
+    for _ in range(40):
+        steps = [engine.next_step(sequence) for sequence in sequences]
+        replayed = runner.decode_logits(steps).clone()
+        expected = runner.logits(steps)
+        torch.testing.assert_close(replayed, expected, rtol=1e-3, atol=1e-3)
+        for sequence, row in zip(sequences, expected, strict=True):
+            sequence.tokens.append(int(row.argmax()))
+    runner.close()
+
+
+@pytest.mark.parametrize("family", ENCODER_DECODERS)
+def test_models_with_an_encoder_answer_as_on_the_cpu(tmp_path, family):
+    info = inspect_model(write_model(tmp_path, family))
+    prompt, found = excerpt(1, 60)[0], []
+    for device in ("cpu", "cuda"):
+        runner = ModelRunner.load(info, device, "float32", 1)
+        engine = HostEngine(runner, block_size=BLOCK_SIZE)
+        engine.views = [[view.to(device) for view in group] for group in engine.views]
+        runner.bind(engine.views)
+        runner.warm_up(64, max_batch=2)
+        sequence = engine.prefill(prompt, [1, 2, 3, 4, 5])
+        engine.decode([sequence], 12)
+        found.append(sequence.answer)
+        runner.close()
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("layout", KVCacheLayout)
 def test_what_was_captured_at_one_granule_replays_after_growth(runner, make_cache, layout):
     cache = make_cache(layout)
-    granule_blocks = cache.committed_blocks
+    (granule_blocks,) = cache.committed_blocks
     runner.bind(cache.views)
     runner.warm_up(64, max_batch=4)
-    assert cache.committed_blocks == granule_blocks, "captured with one granule per segment"
+    assert cache.committed_blocks == (granule_blocks,), "captured with one granule per segment"
     for grown in (3 * granule_blocks + 15, 5 * granule_blocks + 15):
-        assert cache.extend(grown).chunks
+        assert cache.extend([grown]).chunks
         steps = []
         for i, prompt in enumerate(excerpt(3, 70)):
-            table = [grown - 1 - i, grown - 10 + i, grown - 4 - i, granule_blocks + i, 1 + i]
-            runner.prefill_chunk(SequenceStep(prompt, 0, table))
-            steps.append(SequenceStep([101], len(prompt), table))
+            blocks = [grown - 1 - i, grown - 10 + i, grown - 4 - i, granule_blocks + i, 1 + i]
+            tables = [BlockTable(blocks)]
+            runner.prefill_chunk(SequenceStep(prompt, 0, tables))
+            steps.append(SequenceStep([101], len(prompt), tables))
         replayed = runner.decode_logits(steps).clone()
         expected = runner.logits(steps)
         assert torch.isfinite(replayed).all()

@@ -41,6 +41,36 @@ def test_what_is_read(model_dir):
     assert inspect_model(model_dir).eos_token_ids == ()
 
 
+def test_what_is_read_of_models_with_an_encoder(tmp_path):
+    t5, bart = (write_model(tmp_path / family, family) for family in ("t5", "bart"))
+    assert inspect_model(bart).max_model_len == 512
+    edit_config(bart, max_position_embeddings=64)
+    assert inspect_model(bart).max_model_len == 64
+    assert inspect_model(t5).max_model_len == 512, "what T5 was trained with"
+    edit_config(t5, n_positions=128)
+    info = inspect_model(t5)
+    assert (info.max_model_len, info.is_encoder_decoder) == (128, True)
+    assert info.architecture == "T5ForConditionalGeneration"
+
+
+def test_where_the_decoders_start_comes_from(tmp_path, pristine):
+    assert inspect_model(pristine).decoder_start_token_id is None
+    assert not inspect_model(pristine).is_encoder_decoder
+    t5 = write_model(tmp_path / "t5", "t5")
+    (t5 / "generation_config.json").write_text('{"decoder_start_token_id": 7}')
+    assert inspect_model(t5).decoder_start_token_id == 7
+    (t5 / "generation_config.json").write_text('{"bos_token_id": 9}')
+    assert inspect_model(t5).decoder_start_token_id == 258
+    edit_config(t5, decoder_start_token_id=None)
+    assert inspect_model(t5).decoder_start_token_id == 9
+    (t5 / "generation_config.json").unlink()
+    edit_config(t5, bos_token_id=None)
+    for wrong in (None, -1, 260, [1, 2]):
+        edit_config(t5, decoder_start_token_id=wrong)
+        with pytest.raises(UnsupportedModel, match="decoder_start_token_id is"):
+            inspect_model(t5)
+
+
 def test_a_tokenizer_is_not_needed_here(model_dir):
     (model_dir / "tokenizer.json").unlink()
     inspect_model(model_dir)
@@ -49,7 +79,11 @@ def test_a_tokenizer_is_not_needed_here(model_dir):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"is_encoder_decoder": True}, "encoder-decoder models of type llama are not run, only"),
+        (
+            {"is_encoder_decoder": True, "model_type": "t5", "architectures": ["T5EncoderModel"]},
+            "only those named ...ForConditionalGeneration",
+        ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "ForCausalLM"),
         ({"architectures": []}, r"\(none named\)"),
         ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "mamba keeps state"),

@@ -18,6 +18,7 @@ from support.models import HostEngine, host_views, write_model
 
 from kvxfer.cache.layout import KVCacheLayout
 from kvxfer.cache.spec import KVCacheSpec
+from kvxfer.cache.table import BlockTable
 from kvxfer.errors import ModelError
 from kvxfer.memory.extensible_tensor import tensor_over
 from kvxfer.memory.host import HostDriver
@@ -223,9 +224,11 @@ def runner_of(tmp_path_factory):
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 def test_a_recorded_model_decodes_as_it_does_op_by_op(runner_of, prompts, family):
-    """Windows and a softcap among them; a sequence joins after the second step."""
+    """Windows, two groups and a softcap among them; a sequence joins after the second step."""
     runner = runner_of(family)
-    plain, recorded = HostEngine(runner), HostEngine(runner, KVCacheLayout.BHLNC)
+    plain = HostEngine(runner)
+    layouts = [KVCacheLayout.BHLNC, KVCacheLayout.LHBNC][: len(plain.specs)]
+    recorded = HostEngine(runner, layouts)
     tables = [[5, 9, 3], [11, 7, 20, 8], [4], [13, 12, 2], [16, 17, 18, 19, 21, 22]]
     expected, found = (
         [engine.prefill(p, t) for p, t in zip(prompts[:5], tables, strict=True)]
@@ -235,7 +238,7 @@ def test_a_recorded_model_decodes_as_it_does_op_by_op(runner_of, prompts, family
     plain.decode(expected, 1)
     again = Again()
     runner.bind(recorded.views)
-    for view in recorded.views:
+    for view in [view for group in recorded.views for view in group]:
         view[NULL_BLOCK] = 0
     assert runner.record_decode(5, again)
     recorded.decode(found[:2], 2)
@@ -252,17 +255,17 @@ def test_recording_touches_the_null_block_only_and_other_views_drop_it(runner_of
     runner, again = engine.runner, Again()
     runner.bind(engine.views)
     assert runner.record_decode(2, again)
-    for view in engine.views:
+    for view in engine.views[0]:
         assert view[1:].isnan().all()
         view[NULL_BLOCK], view[1] = 0, 0
-    runner.bind(list(engine.views))
-    step = SequenceStep([1], 3, [1])
+    runner.bind([list(group) for group in engine.views])
+    step = SequenceStep([1], 3, [BlockTable([1])])
     runner.decode_step([step])
     assert again.repeated == 1
-    too_short = SequenceStep([1], 16, [1])
+    too_short = SequenceStep([1], 16, [BlockTable([1])])
     with pytest.raises(ModelError, match="1 blocks of 16 tokens for 17 tokens"):
         runner.decode_step([step, too_short])
-    for view in other.views:
+    for view in other.views[0]:
         view[NULL_BLOCK], view[1] = 0, 0
     runner.bind(other.views)
     runner.decode_step([step])
@@ -275,11 +278,11 @@ def test_larger_batches_and_prefill_run_op_by_op(runner_of):
     engine, again = HostEngine(runner_of("llama")), Again()
     runner = engine.runner
     runner.bind(engine.views)
-    for view in engine.views:
+    for view in engine.views[0]:
         view[:] = 0
     assert runner.record_decode(2, again)
-    runner.decode_step([SequenceStep([1], 3, [block]) for block in (1, 2, 3)])
-    runner.prefill_chunk(SequenceStep([1], 3, [1]))
+    runner.decode_step([SequenceStep([1], 3, [BlockTable([b])]) for b in (1, 2, 3)])
+    runner.prefill_chunk(SequenceStep([1], 3, [BlockTable([1])]))
     assert again.repeated == 0
 
 

@@ -4,80 +4,42 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models import FAMILIES, GREEDY, HostEngine, host_views, write_model
+from support.comparing import BLOCK_SIZE, NEW_TOKENS, assert_same, block_lists, generate, run
+from support.models import (
+    FAMILIES,
+    HostEngine,
+    HostSequence,
+    host_views,
+    write_model,
+)
 
 from kvxfer.cache.layout import KVCacheLayout
+from kvxfer.cache.spec import GroupKind
+from kvxfer.cache.table import BlockTable
 from kvxfer.errors import ModelError, UnsupportedModel, UsageError
 from kvxfer.model import ModelInfo, SampleSpec, inspect_model
 from kvxfer.model.runner import ModelRunner, SequenceStep
 
-NEW_TOKENS = 24
-BLOCK_SIZE = 16
 
-
-def tables(prompts, first=1):
-    """Disjoint block tables that hold each prompt and its answer, ids descending."""
-    found = []
-    for prompt in prompts:
-        count = -(-(len(prompt) + NEW_TOKENS + 1) // BLOCK_SIZE)
-        found.append(list(range(first, first + count))[::-1])
-        first += count
-    return found
-
-
-def run(engine, prompts, chunk=32, sample=GREEDY, batch=1):
-    """Prefill all, then decode in batches of `batch`; the sequences with their answers."""
-    sequences = [
-        engine.prefill(prompt, table, chunk, sample)
-        for prompt, table in zip(prompts, tables(prompts), strict=True)
-    ]
-    for start in range(0, len(sequences), batch):
-        engine.decode(sequences[start : start + batch], NEW_TOKENS, sample)
-    return sequences
-
-
-def assert_same(engine_a, sequences_a, engine_b, sequences_b):
-    for a, b in zip(sequences_a, sequences_b, strict=True):
-        assert a.tokens == b.tokens
-        for layer, (kv_a, kv_b) in enumerate(zip(engine_a.kv(a), engine_b.kv(b), strict=True)):
-            assert torch.equal(kv_a, kv_b), f"KV of layer {layer}"
-
-
-def generate(info, prompt):
-    """transformers' own greedy answer, without an end token, and the logits behind it."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        info.model_dir, dtype=torch.float32, attn_implementation="eager"
-    )
-    model.generation_config.eos_token_id = None
-    output = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        do_sample=False,
-        max_new_tokens=NEW_TOKENS,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    return output.sequences[0, len(prompt) :].tolist(), torch.cat(output.logits)
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, "gemma2", "deepseek_v3"])
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma2", "gemma3", "deepseek_v3"])
 def test_tokens_and_logits_equal_transformers(runner_of, prompts, family):
     runner = runner_of(family)
     engine = HostEngine(runner, block_size=BLOCK_SIZE)
     distinct = set()
-    for prompt, table in zip(prompts[:2], tables(prompts[:2]), strict=True):
-        expected, expected_logits = generate(runner.info, prompt)
+    for prompt, blocks in zip(prompts[:2], block_lists(prompts[:2]), strict=True):
+        expected = generate(runner.info, prompt, NEW_TOKENS)
         runner.bind(engine.views)
-        logits = [runner.logits([SequenceStep(prompt, 0, table)])]
-        for i, token in enumerate(expected[:-1]):
-            logits.append(runner.logits([SequenceStep([token], len(prompt) + i, table)]))
-        torch.testing.assert_close(torch.cat(logits), expected_logits, rtol=1e-4, atol=1e-4)
-        sequence = engine.prefill(prompt, table)
-        engine.decode([sequence], NEW_TOKENS - 1)
-        assert sequence.answer == expected
-        distinct.update(expected)
+        whole = engine.tables(blocks, step_tokens=len(prompt))
+        logits = [runner.logits([SequenceStep(prompt, 0, whole)])]
+        sequence = HostSequence([*prompt, expected.answer[0]], whole, len(prompt))
+        for token in expected.answer[1:]:
+            logits.append(runner.logits([engine.next_step(sequence)]))
+            sequence.tokens.append(token)
+        torch.testing.assert_close(torch.cat(logits), expected.logits, rtol=1e-4, atol=1e-4)
+        again = engine.prefill(prompt, blocks)
+        engine.decode([again], NEW_TOKENS - 1)
+        assert again.answer == expected.answer
+        distinct.update(expected.answer)
     assert len(distinct) > 8, "an answer that repeats one token proves little"
 
 
@@ -104,10 +66,10 @@ def test_no_batch_changes_a_bit(runner_of, prompts, family):
 def test_no_batch_changes_a_bit_of_the_logits(runner_of, prompts):
     """Tokens alone would not show a last layer that depends on the batch."""
     engine = HostEngine(runner_of("llama"))
-    steps = []
-    for prompt, table in zip(prompts, tables(prompts), strict=True):
-        sequence = engine.prefill(prompt, table)
-        steps.append(SequenceStep(sequence.tokens[-1:], len(prompt), table))
+    steps = [
+        engine.next_step(engine.prefill(prompt, blocks))
+        for prompt, blocks in zip(prompts, block_lists(prompts), strict=True)
+    ]
     together = engine.runner.logits(steps)
     for batch in (1, 2, 3):
         parts = [engine.runner.logits(steps[i : i + batch]) for i in range(0, 8, batch)]
@@ -142,13 +104,9 @@ def test_prefill_here_and_decode_there_is_the_single_process_bit_by_bit(runner_o
     prefill = HostEngine(runner_of(family, 0), KVCacheLayout.BLHNC)
     decode = HostEngine(runner_of(family, 1), KVCacheLayout.LHBNC, num_blocks=90)
     moved = []
-    for prompt, table in zip(prompts, tables(prompts), strict=True):
-        sequence = prefill.prefill(prompt, table)
-        there = [block + 25 for block in table]
-        for source, destination in zip(prefill.views, decode.views, strict=True):
-            destination[there] = source[table]
-        sequence.block_table = there
-        moved.append(sequence)
+    for prompt, blocks in zip(prompts, block_lists(prompts), strict=True):
+        sequence = prefill.prefill(prompt, blocks)
+        moved.append(decode.receive(prefill, sequence, [block + 25 for block in blocks]))
     decode.decode(moved, NEW_TOKENS)
     assert_same(decode, moved, single, expected)
 
@@ -159,7 +117,7 @@ def test_only_the_blocks_of_the_step_and_the_null_block_are_written(runner_of, p
     engine.decode([sequence], NEW_TOKENS)
     written = {
         block
-        for view in engine.views
+        for view in engine.views[0]
         for block in range(len(view))
         if not view[block].isnan().all()
     }
@@ -172,17 +130,17 @@ def test_warm_up_touches_the_null_block_only(runner_of, max_tokens):
     engine = HostEngine(runner_of("llama"))
     engine.runner.bind(engine.views)
     engine.runner.warm_up(max_tokens, max_batch=8)
-    for view in engine.views:
+    for view in engine.views[0]:
         assert view[1:].isnan().all()
         assert not view[0].isnan().any()
 
 
 def test_geometry_comes_from_a_probe(runner_of):
-    spec = runner_of("qwen3").probe_spec(32)
+    (spec,) = runner_of("qwen3").probe_specs(32)
     assert (spec.num_layers, spec.num_kv_heads, spec.head_dim_k, spec.head_dim_v) == (4, 2, 16, 16)
-    assert (spec.dtype, spec.block_size) == ("float32", 32)
-    latent = runner_of("deepseek_v3").probe_spec(16)
-    assert latent.num_kv_heads == 1
+    assert (spec.dtype, spec.block_size, spec.kind) == ("float32", 32, GroupKind.FULL)
+    (latent,) = runner_of("deepseek_v3").probe_specs(16)
+    assert (latent.num_kv_heads, latent.kind) == (1, GroupKind.MLA)
     assert latent.head_dim_k != latent.head_dim_v
 
 
@@ -207,31 +165,36 @@ def test_attention_that_is_not_understood_is_refused(tmp_path):
     transformers.GptOssForCausalLM(sinks).save_pretrained(tmp_path / "sinks")
     runner = ModelRunner.load(inspect_model(tmp_path / "sinks"), "cpu", "float32", 1)
     with pytest.raises(UnsupportedModel, match="s_aux"):
-        runner.probe_spec(16)
+        runner.probe_specs(16)
 
     own = transformers.MptConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=260)
     transformers.MptForCausalLM(own).save_pretrained(tmp_path / "own")
     info = ModelInfo(tmp_path / "own", "mpt", "MptForCausalLM", 128, 260, (), "")
     runner = ModelRunner.load(info, "cpu", "float32", 1)
     with pytest.raises(UnsupportedModel, match="attention through transformers' seam"):
-        runner.probe_spec(16)
+        runner.probe_specs(16)
 
 
 def test_steps_that_cannot_run_are_refused_before_anything_is_written(runner_of):
     engine = HostEngine(runner_of("llama"))
     runner = engine.runner
     runner.bind(engine.views)
+    one = [BlockTable([1])]
+    with pytest.raises(ModelError, match="2 block tables for 1 groups"):
+        runner.decode_step([SequenceStep([1], 0, one * 2)])
+    with pytest.raises(ModelError, match="9 encoder tokens, the model has no encoder"):
+        runner.decode_step([SequenceStep([1], 0, one, num_encoder_tokens=9)])
     with pytest.raises(UsageError, match=r"tokens: 260"):
-        runner.prefill_chunk(SequenceStep([1, 260], 0, [1]))
+        runner.prefill_chunk(SequenceStep([1, 260], 0, one))
     with pytest.raises(UsageError, match=r"tokens: -1"):
-        runner.decode_step([SequenceStep([-1], 0, [1])])
+        runner.decode_step([SequenceStep([-1], 0, one)])
     with pytest.raises(ModelError, match="1 blocks of 16 tokens for 17 tokens"):
-        runner.prefill_chunk(SequenceStep([1] * 17, 0, [1]))
+        runner.prefill_chunk(SequenceStep([1] * 17, 0, one))
     with pytest.raises(ModelError, match="513 tokens, the model takes 512"):
-        runner.prefill_chunk(SequenceStep([1], 512, [1] * 40))
+        runner.prefill_chunk(SequenceStep([1], 512, [BlockTable([1] * 40)]))
     with pytest.raises(ModelError, match="0 tokens from position 3"):
-        SequenceStep([], 3, [1])
-    assert all(view.isnan().all() for view in engine.views)
+        SequenceStep([], 3, one)
+    assert all(view.isnan().all() for view in engine.views[0])
 
 
 def test_kv_that_was_never_written_is_not_answered_from(runner_of):
@@ -239,7 +202,7 @@ def test_kv_that_was_never_written_is_not_answered_from(runner_of):
     engine = HostEngine(runner_of("llama"))
     engine.runner.bind(engine.views)
     with pytest.raises(ModelError, match="logits for position 21 are not finite"):
-        engine.runner.decode_step([SequenceStep([1], 20, [1, 2])])
+        engine.runner.decode_step([SequenceStep([1], 20, [BlockTable([1, 2])])])
 
 
 def test_a_closed_or_unbound_runner_says_so(tmp_path):
@@ -248,11 +211,44 @@ def test_a_closed_or_unbound_runner_says_so(tmp_path):
         ModelRunner.load(info, "cpu", None, 0)
     runner = ModelRunner.load(info, "cpu", None, 1)
     with pytest.raises(ModelError, match="no cache was bound"):
-        runner.decode_step([SequenceStep([1], 0, [1])])
-    views, _ = host_views(runner.probe_spec(16), KVCacheLayout.LBHNC, 4)
-    with pytest.raises(ModelError, match="view of layer 1"):
-        runner.bind([views[0], views[1][1:]])
+        runner.decode_step([SequenceStep([1], 0, [BlockTable([1])])])
+    with pytest.raises(ModelError, match="groups were not probed"):
+        runner.bind([])
+    (spec,) = runner.probe_specs(16)
+    views, _ = host_views(spec, KVCacheLayout.LBHNC, 4)
+    for wrong, reason in (
+        ([], "0 groups, the model has 1"),
+        ([views[:3]], "3 views for 4 layers"),
+        ([[views[0], views[1][1:], *views[2:]]], "view of layer 1"),
+        ([[view.half() for view in views]], "float16"),
+    ):
+        with pytest.raises(ModelError, match=reason):
+            runner.bind(wrong)
     runner.close()
     runner.close()
     with pytest.raises(ModelError, match="closed"):
-        runner.probe_spec(16)
+        runner.probe_specs(16)
+
+
+def test_a_lack_of_memory_is_told_and_keeps_nothing_of_the_step(monkeypatch, runner_of):
+    """What the failed step had taken is free before it is tried again."""
+    import weakref
+
+    from kvxfer.errors import ModelOutOfMemory
+
+    llama = runner_of("llama")
+    engine, kept = HostEngine(llama), []
+
+    def lacks(*arguments, **named):
+        workspace = torch.zeros(8)
+        kept.append(weakref.ref(workspace))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nmore")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llama, "_run", lacks)
+        with pytest.raises(ModelOutOfMemory, match="Tried to allocate 1 GiB") as told:
+            engine.prefill([1, 2, 3], range(1, 5))
+        error = told.value
+        assert error.__context__ is None and error.__cause__ is None
+        assert kept[0]() is None, "no collection is needed"
+    assert engine.prefill([1, 2, 3], range(1, 5)).answer

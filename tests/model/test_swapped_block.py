@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 from support.models import GREEDY, HostEngine, HostSequence
 
+from kvxfer.cache.table import BlockTable
 from kvxfer.model import Tokenizer, inspect_model
 from kvxfer.model.runner import ModelRunner
 from kvxfer.model.tiny import MODEL_DIR
@@ -65,11 +66,11 @@ class Bundled:
         index = whole - chance.randint(1, 4)
         # The answer, and what the prompt leaves over, go to blocks of its own.
         shared = intact.num_prompt // BLOCK_SIZE
-        table = [*intact.block_table[:shared], *self.blocks(MAX_BLOCKS - shared)]
-        for view in self.engine.views:
-            view[table[shared]] = view[intact.block_table[shared]]
-        table[index] = donor.block_table[index]
-        swapped = HostSequence(list(intact.tokens), table, intact.num_prompt)
+        table = [*intact.tables[0].blocks[:shared], *self.blocks(MAX_BLOCKS - shared)]
+        for view in self.engine.views[0]:
+            view[table[shared]] = view[intact.tables[0].blocks[shared]]
+        table[index] = donor.tables[0].blocks[index]
+        swapped = HostSequence(list(intact.tokens), [BlockTable(table)], intact.num_prompt)
         return Try(intact, donor, swapped, index)
 
 
@@ -90,9 +91,11 @@ def test_the_same_bytes_in_another_block_do_not(bundled):
     """The control: a table of copies of all the prompt's blocks gives the same answer."""
     for one in bundled.tries[:3]:
         intact, copies = one.intact, bundled.blocks(MAX_BLOCKS)
-        for view in bundled.engine.views:
-            view[copies] = view[list(intact.block_table)]
-        again = HostSequence(intact.tokens[: intact.num_prompt + 1], copies, intact.num_prompt)
+        for view in bundled.engine.views[0]:
+            view[copies] = view[list(intact.tables[0].blocks)]
+        again = HostSequence(
+            intact.tokens[: intact.num_prompt + 1], [BlockTable(copies)], intact.num_prompt
+        )
         bundled.engine.decode([again], NEW_TOKENS - 1)
         assert again.answer == intact.answer
 
@@ -100,13 +103,13 @@ def test_the_same_bytes_in_another_block_do_not(bundled):
 def test_digests_find_the_swapped_block_wherever_it_is(bundled):
     chance = random.Random(21)
     for number, one in enumerate(bundled.tries):
-        views, num_tokens = bundled.engine.views, one.intact.num_prompt
-        table = list(one.intact.block_table)
+        views, num_tokens = bundled.engine.views[0], one.intact.num_prompt
+        table = list(one.intact.tables[0].blocks)
         expected = block_digests(views, table, num_tokens)
         common = min(one.intact.num_prompt, one.donor.num_prompt) // BLOCK_SIZE
         anywhere = range(common) if number == 0 else [chance.randrange(common)]
         for index in {one.index, *anywhere}:
-            wrong = [*table[:index], one.donor.block_table[index], *table[index + 1 :]]
+            wrong = [*table[:index], one.donor.tables[0].blocks[index], *table[index + 1 :]]
             found = block_digests(views, wrong, num_tokens)
             differing = [
                 i for i, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1]

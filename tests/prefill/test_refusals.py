@@ -19,17 +19,18 @@ from kvxfer.control.messages import (
 
 BAD_REQUESTS = [
     ({"tokens": []}, "prompt of 0 tokens"),
-    ({"tokens": [1] * 253, "blocks": list(range(1, 64))}, "takes 1 to 252"),
+    ({"tokens": [1] * 253, "blocks": [list(range(1, 64))]}, "takes 1 to 252"),
     ({"tokens": [1, 97]}, "vocabulary"),
     ({"tokens": [1, -1]}, "vocabulary"),
     ({"tokens": [1, 2**63]}, "vocabulary"),
-    ({"blocks": GRANTED[:4]}, "grant of 4 blocks"),
-    ({"blocks": []}, "grant of 0 blocks"),
-    ({"blocks": [0, *GRANTED[1:]]}, "null block"),
-    ({"blocks": [*GRANTED[1:], 64]}, "beyond the capacity"),
-    ({"blocks": [*GRANTED[1:], -1]}, "null block"),
-    ({"blocks": [*GRANTED[1:], 2**64 - 1]}, "beyond the capacity"),
-    ({"blocks": [9, 3, 7, 5, 9]}, "names a block twice"),
+    ({"blocks": [GRANTED[0][:4]]}, "grant: [4] blocks"),
+    ({"blocks": []}, "grant: [] blocks"),
+    ({"blocks": [*GRANTED, *GRANTED]}, "grant: [5, 5] blocks"),
+    ({"blocks": [[0, *GRANTED[0][1:]]]}, "null block"),
+    ({"blocks": [[*GRANTED[0][1:], 64]]}, "beyond the capacity"),
+    ({"blocks": [[*GRANTED[0][1:], -1]]}, "null block"),
+    ({"blocks": [[*GRANTED[0][1:], 2**64 - 1]]}, "beyond the capacity"),
+    ({"blocks": [[9, 3, 7, 5, 9]]}, "names a block twice"),
     ({"timeout_s": 0.0}, "timeout"),
     ({"timeout_s": -1.0}, "timeout"),
     ({"timeout_s": math.nan}, "timeout"),
@@ -116,7 +117,7 @@ def test_taken_where_we_push_does_not_free_what_is_being_written(cluster):
     wire.send(Taken(name, grant))
     cluster.turn_for(0.05)
     assert wire.of(Done) == wire.of(Confirmed) == []
-    assert prefill.allocator.counts().used == 5, "writes are still in flight"
+    assert prefill.pools.counts().used == 5, "writes are still in flight"
     prefill.connector.moving.set()
     settled(cluster, prefill)
     assert wire.of(Done) == []

@@ -4,7 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.cache.blocks import BlockAllocator
+from kvxfer.cache.footprint import blocks_needed
+from kvxfer.cache.pools import BlockPools
+from kvxfer.cache.spec import GroupKind, KVCacheSpec
+from kvxfer.cache.table import BlockTable
 from kvxfer.control.messages import Grant, PrefillRequest, Sampling
 from kvxfer.control.session import Peer
 from prefill.schedule import JobState, PrefillJob, PrefillScheduler
@@ -20,9 +23,15 @@ def make_job(num_tokens, name="r"):
     return PrefillJob(request, Peer("peer", 0.0), deadline_s=0.0)
 
 
-def make_scheduler(num_blocks=16):
-    allocator = BlockAllocator(num_blocks)
-    return PrefillScheduler(allocator, CHUNK, BLOCK), allocator
+FULL = KVCacheSpec(1, 1, 8, 8, "float32", BLOCK)
+SLIDING = KVCacheSpec(1, 1, 8, 8, "float32", BLOCK, GroupKind.SLIDING, 6)
+CROSS = KVCacheSpec(1, 1, 8, 8, "float32", BLOCK, GroupKind.CROSS)
+
+
+def make_scheduler(num_blocks=16, specs=(FULL,), chunk=CHUNK):
+    pools = BlockPools(len(specs))
+    pools.grow([num_blocks] * len(specs))
+    return PrefillScheduler(pools, chunk, specs), pools
 
 
 def finish(scheduler, job, step, token=None):
@@ -30,7 +39,7 @@ def finish(scheduler, job, step, token=None):
 
 
 def test_a_job_walks_through_its_states():
-    scheduler, allocator = make_scheduler()
+    scheduler, pools = make_scheduler()
     job = make_job(19)
     scheduler.add(job)
     assert (job.state, job.blocks, len(scheduler)) == (JobState.WAITING, [], 1)
@@ -41,22 +50,21 @@ def test_a_job_walks_through_its_states():
         job.chunk_running = True
         assert scheduler.next_chunk() is None, "one chunk at a time"
         assert (step.sample is not None) == last
-        assert step.block_table == job.blocks
+        assert step.tables == [BlockTable(job.blocks[0])]
         added = finish(scheduler, job, step, 42 if last else None)
         seen += list(step.tokens)
         assert added == range(step.start, step.start + len(step.tokens))
         assert job.state is (JobState.HANDING_OVER if last else JobState.COMPUTING)
     assert seen == list(range(19))
-    assert (job.computed, job.first_token, len(job.blocks)) == (19, 42, 5)
+    assert (job.computed, job.first_token, len(job.blocks[0])) == (19, 42, 5)
     assert scheduler.current is None
-    assert allocator.counts().used == 5, "freed by the worker, once the other side has it"
+    assert pools.counts().used == 5, "freed by the worker, once the other side has it"
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(1, 60), st.integers(1, 5))
 def test_chunks_cover_each_token_once(num_tokens, chunk_blocks):
-    allocator = BlockAllocator(40)
-    scheduler = PrefillScheduler(allocator, chunk_blocks * BLOCK, BLOCK)
+    scheduler, _ = make_scheduler(40, chunk=chunk_blocks * BLOCK)
     job = make_job(num_tokens)
     scheduler.add(job)
     covered = []
@@ -70,26 +78,45 @@ def test_chunks_cover_each_token_once(num_tokens, chunk_blocks):
 
 
 def test_jobs_start_in_order_and_a_large_one_is_not_overtaken():
-    scheduler, allocator = make_scheduler(num_blocks=6)
-    held = allocator.allocate(2)
+    scheduler, pools = make_scheduler(num_blocks=6)
+    held = pools.allocate([2])
     large, small = make_job(13, "large"), make_job(2, "small")
     scheduler.add(large)
     scheduler.add(small)
-    assert scheduler.missing_blocks() == 1
+    assert scheduler.wanted_blocks() == [4]
     assert scheduler.next_chunk() is None
     assert (large.blocks, small.blocks) == ([], [])
-    allocator.free(held)
-    assert scheduler.missing_blocks() == 0
+    pools.free(held)
+    assert scheduler.wanted_blocks() == []
     assert scheduler.next_chunk()[0] is large
 
 
 def test_nothing_is_missing_while_a_job_computes_or_none_waits():
     scheduler, _ = make_scheduler(num_blocks=3)
-    assert scheduler.missing_blocks() == 0
+    assert scheduler.wanted_blocks() == []
     scheduler.add(make_job(8, "first"))
     scheduler.next_chunk()
     scheduler.add(make_job(8, "second"))
-    assert scheduler.missing_blocks() == 0
+    assert scheduler.wanted_blocks() == []
+
+
+def test_a_group_with_a_window_gets_what_it_needs_at_once_and_no_more():
+    scheduler, pools = make_scheduler(40, (FULL, SLIDING))
+    job = make_job(60)
+    scheduler.add(job)
+    scheduler.next_chunk()
+    assert [len(ids) for ids in job.blocks] == blocks_needed((FULL, SLIDING), 60, 0, CHUNK)
+    assert [len(ids) for ids in job.blocks] == [15, 4]
+    assert pools.counts().used == 19
+
+
+def test_an_encoder_sees_the_whole_prompt_at_once():
+    scheduler, _ = make_scheduler(40, (FULL, CROSS))
+    job = make_job(60)
+    scheduler.add(job)
+    _, step = scheduler.next_chunk()
+    assert (len(step.tokens), step.sample is not None) == (60, True)
+    assert [len(ids) for ids in job.blocks] == [1, 15]
 
 
 def test_a_removed_job_is_computed_no_further():

@@ -30,8 +30,9 @@ def pull(cluster, wire, offers):
     """What a decode worker does with Ready: reads, into its own blocks."""
     facts = wire.of(Welcome)[-1].facts
     for ready in offers:
-        source = CacheSide(facts.geometry, RegionSet(tuple(facts.regions), 1), ready.lease.blocks)
-        target = CacheSide(wire.cache.geometry, wire.regions, GRANTED)
+        regions = RegionSet(tuple(facts.regions), 1)
+        source = CacheSide(facts.geometry.groups[0], regions, ready.lease.blocks[0])
+        target = CacheSide(wire.cache.geometry.groups[0], wire.regions, GRANTED[0])
         plan = plan_transfer(source, target, range(ready.start, ready.stop))
         ticket = wire.connector.submit(facts.worker_id, Direction.PULL, plan)
         deadline = time.monotonic() + 5
@@ -40,8 +41,8 @@ def pull(cluster, wire, offers):
 
 
 def check_arrived(wire):
-    reference = Reference(SPEC, TOKENS, 1)
-    assert block_digests(wire.cache.views, GRANTED, len(TOKENS)) == reference.digests
+    reference = Reference([SPEC], TOKENS, 1)
+    assert block_digests(wire.cache.views[0], GRANTED[0], len(TOKENS)) == reference.digests
     return reference.tokens[0]
 
 
@@ -64,7 +65,7 @@ def test_done_waits_for_the_last_write(cluster):
     cluster.until(lambda: prefill.connector.num_submitted == 3)
     cluster.turn_for(0.05)
     assert wire.of(Done) == []
-    assert prefill.allocator.counts().used == 5
+    assert prefill.pools.counts().used == 5
     prefill.connector.moving.set()
     cluster.until(lambda: bool(wire.of(Done)))
     check_arrived(wire)
@@ -84,7 +85,7 @@ def test_pull_offers_chunks_in_order_and_confirms_what_was_taken(cluster):
     assert {o.lease.lease_id for o in offers} == {grant}
     pull(cluster, wire, offers)
     cluster.turn_for(0.03)
-    assert prefill.allocator.counts().used == 5, "the lease holds until it is taken"
+    assert prefill.pools.counts().used == 5, "the lease holds until it is taken"
     wire.send(Taken(name, grant))
     cluster.until(lambda: bool(wire.of(Confirmed)))
     assert wire.of(Confirmed)[0] == Confirmed(name, grant, check_arrived(wire))
@@ -155,7 +156,7 @@ def test_a_deadline_while_writes_are_in_flight_is_told_when_they_are_over(cluste
     cluster.until(lambda: prefill.connector.num_submitted == 3)
     cluster.turn_for(0.4)
     assert wire.of(Failed) == wire.of(Done) == []
-    assert prefill.allocator.counts().used == 5
+    assert prefill.pools.counts().used == 5
     prefill.connector.moving.set()
     cluster.until(lambda: bool(wire.of(Failed)))
     assert "deadline" in wire.of(Failed)[0].reason
@@ -231,7 +232,7 @@ def test_memory_that_cannot_be_had_is_asked_for_now_and_then_only(cluster):
     elastic = {"kv_commit": "elastic", "kv_initial_blocks": 2, "engine": {"capacity": 200}}
     prefill, wire = meet(cluster, "push", **elastic)
     prefill.engine.driver.fail_after = 0
-    many = list(range(1, 61))
+    many = [list(range(1, 61))]
     ask(wire, tokens=[1] * 240, blocks=many, timeout_s=1.2)
     cluster.until(lambda: bool(wire.of(Failed)))
     assert 1 <= prefill.engine.driver.num_refused <= 5

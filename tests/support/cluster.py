@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from support.null_runner import VOCAB_SIZE, Reference
+from support.null_runner import VOCAB_SIZE, NullRunner, Reference
 from support.wire_peer import WirePeer
-from support.workers import SPEC, Worker
+from support.workers import Worker
 
+from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.control.messages import Finished
 from kvxfer.serve.router import Completion, Router
 
@@ -26,10 +27,11 @@ class Sent:
 
     completion: Completion
     max_new_tokens: int
+    specs: Sequence[KVCacheSpec]
 
     @cached_property
     def reference(self) -> Reference:
-        return Reference(SPEC, self.completion.tokens, self.max_new_tokens)
+        return Reference(self.specs, self.completion.tokens, self.max_new_tokens)
 
     @property
     def finished(self) -> Finished | None:
@@ -130,14 +132,15 @@ class Cluster:
         seed = next(self._seeds)
         tokens = more.pop("tokens", [(7 * seed + 13 * i) % VOCAB_SIZE for i in range(num_tokens)])
         completion = router.submit(backend, tokens, max_new_tokens, verify=True, **more)
-        return Sent(completion, max_new_tokens)
+        return Sent(completion, max_new_tokens, decode.engine.specs)
 
     def finish(self, *sent: Sent) -> None:
         self.until(lambda: all(one.finished is not None for one in sent))
 
     def close(self) -> None:
         for worker in self.workers:
-            worker.runner.release()
+            if isinstance(worker.runner, NullRunner):
+                worker.runner.release()
         if self.router is not None:
             self.router.close()
         for wire in self.wires:

@@ -12,7 +12,7 @@ from support.workers import Worker
 from kvxfer.control.messages import Grant, PrefillRequest, Sampling, Welcome
 
 TOKENS = [(13 * i + 5) % 97 for i in range(18)]
-GRANTED = [9, 3, 7, 5, 11]
+GRANTED = [[9, 3, 7, 5, 11]]
 
 
 def meet(cluster: Cluster, lane: str, **options: Any) -> tuple[Worker, WirePeer]:
@@ -37,7 +37,7 @@ def ask(
     wire: WirePeer,
     name: str = "r",
     tokens: Sequence[int] = TOKENS,
-    blocks: Sequence[int] = GRANTED,
+    blocks: Sequence[Sequence[int]] = GRANTED,
     timeout_s: float = 30.0,
     grant: str = "",
     sampling: Sampling | None = None,
@@ -46,7 +46,10 @@ def ask(
     grant_id = grant or f"grant-{name}"
     wire.send(
         PrefillRequest(
-            name, list(tokens), sampling or Sampling(), Grant(grant_id, list(blocks), timeout_s)
+            name,
+            list(tokens),
+            sampling or Sampling(),
+            Grant(grant_id, [list(ids) for ids in blocks], timeout_s),
         )
     )
     return name, grant_id

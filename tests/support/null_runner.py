@@ -8,27 +8,34 @@ from collections.abc import Sequence
 
 import torch
 
-from kvxfer.cache.spec import KVCacheSpec
-from kvxfer.errors import ModelError
+from kvxfer.cache.footprint import decoder_start, has_encoder, kv_tokens, prompt_entries
+from kvxfer.cache.spec import GroupKind, KVCacheSpec
+from kvxfer.cache.table import BlockTable
+from kvxfer.errors import KvxferError, ModelError
 from kvxfer.model.packing import SequenceStep
+from kvxfer.model.sampling import SampleSpec
 from kvxfer.transfer.digest import block_digests
 
 VOCAB_SIZE = 97
 HOLD_TIMEOUT_S = 20.0
+DECODER_START = 3
 
 
 class NullRunner:
-    """Every element is a small integer of (token, position, layer, head, content): exact in
-    float32, and different wherever a transfer could confuse two places.
+    """Every element is a small integer of (token, position, group, layer, head, content): exact in
+    float32, and different wherever a transfer could confuse two places. It reads what a model with
+    such groups would: of a group with a window, only the window.
 
-    `hold()` makes the model thread stop before its next step until `release()`; with
-    `fail_next` set, that step raises ModelError instead.
+    `hold()` makes the model thread stop before its next step until `release()`; with `fail_next`
+    set, that step raises it instead.
     """
 
-    def __init__(self, spec: KVCacheSpec, views: Sequence[torch.Tensor]) -> None:
-        self.spec = spec
+    def __init__(
+        self, specs: Sequence[KVCacheSpec], views: Sequence[Sequence[torch.Tensor]]
+    ) -> None:
+        self.specs = specs
         self.views = views
-        self.fail_next = ""
+        self.fail_next: KvxferError | str = ""
         self.num_chunks = 0
         self.batch_sizes: list[int] = []
         self.is_closed = False
@@ -44,15 +51,23 @@ class NullRunner:
     def prefill_chunk(self, step: SequenceStep) -> int | None:
         self._wait()
         self.num_chunks += 1
-        self._write(step)
-        return None if step.sample is None else self._read(step)
+        lengths = self._lengths(step.end, len(step.tokens))
+        for group, spec in enumerate(self.specs):
+            is_decoders = has_encoder(self.specs) and spec.kind is not GroupKind.CROSS
+            start, tokens = (0, [DECODER_START]) if is_decoders else (step.start, step.tokens)
+            self._write(group, step.tables[group], start, tokens)
+        return None if step.sample is None else self._read(step, lengths)
 
     def decode_step(self, steps: Sequence[SequenceStep]) -> list[int]:
         self._wait()
         self.batch_sizes.append(len(steps))
         for step in steps:
-            self._write(step)
-        return [self._read(step) for step in steps]
+            for group, spec in enumerate(self.specs):
+                if spec.kind is not GroupKind.CROSS:
+                    self._write(group, step.tables[group], step.start, step.tokens)
+        return [
+            self._read(step, self._lengths(step.end, step.num_encoder_tokens)) for step in steps
+        ]
 
     def close(self) -> None:
         self.is_closed = True
@@ -62,24 +77,35 @@ class NullRunner:
         if not self._open.wait(HOLD_TIMEOUT_S):
             raise ModelError("held for too long: the test forgot to release")
         if self.fail_next:
-            text, self.fail_next = self.fail_next, ""
-            raise ModelError(text)
+            error, self.fail_next = self.fail_next, ""
+            raise ModelError(error) if isinstance(error, str) else error
 
-    def _write(self, step: SequenceStep) -> None:
-        for offset, token in enumerate(step.tokens):
-            entry, slot = divmod(step.start + offset, self.spec.block_size)
-            block = step.block_table[entry]
-            for layer, view in enumerate(self.views):
-                view[block, :, slot, :] = pattern(self.spec, token, step.start + offset, layer)
+    def _lengths(self, end: int, num_encoder_tokens: int) -> list[int]:
+        """Tokens of KV in each group after a step that ends at position `end`."""
+        if not has_encoder(self.specs):
+            return [end] * len(self.specs)
+        is_prefill = end == num_encoder_tokens
+        own = 1 if is_prefill else end
+        return [num_encoder_tokens if spec.kind is GroupKind.CROSS else own for spec in self.specs]
 
-    def _read(self, step: SequenceStep) -> int:
-        """A function of every element of the sequence's KV so far."""
+    def _write(self, group: int, table: BlockTable, start: int, tokens: Sequence[int]) -> None:
+        spec = self.specs[group]
+        for position, token in enumerate(tokens, start):
+            entry, slot = divmod(position, spec.block_size)
+            block = table.at(entry)
+            for layer, view in enumerate(self.views[group]):
+                view[block, :, slot, :] = pattern(spec, token, position, 100 * group + layer)
+
+    def _read(self, step: SequenceStep, lengths: Sequence[int]) -> int:
+        """A function of every element that the newest token sees."""
         total = 0
-        for layer, view in enumerate(self.views):
-            for position in range(step.start + len(step.tokens)):
-                entry, slot = divmod(position, self.spec.block_size)
-                found = view[step.block_table[entry], :, slot, :]
-                total += int(found.double().sum().item()) * (position + 3 * layer + 1)
+        for group, (spec, length) in enumerate(zip(self.specs, lengths, strict=True)):
+            for layer, view in enumerate(self.views[group]):
+                for position in range(spec.first_seen(length - 1), length):
+                    entry, slot = divmod(position, spec.block_size)
+                    found = view[step.tables[group].at(entry), :, slot, :]
+                    weight = position + 3 * layer + 17 * group + 1
+                    total += int(found.double().sum().item()) * weight
         return total % VOCAB_SIZE
 
 
@@ -91,21 +117,32 @@ def pattern(spec: KVCacheSpec, token: int, position: int, layer: int) -> torch.T
 
 
 class Reference:
-    """What a single process with plain memory makes of a prompt."""
+    """What a single process with plain memory, in which every token has a place of its own, makes
+    of a prompt."""
 
-    def __init__(self, spec: KVCacheSpec, prompt: Sequence[int], max_new_tokens: int) -> None:
-        num_blocks = spec.num_blocks(len(prompt) + max_new_tokens)
-        shape = (num_blocks, spec.num_kv_heads, spec.block_size, spec.content_dim)
-        views = [torch.zeros(shape) for _ in range(spec.num_layers)]
-        runner = NullRunner(spec, views)
-        blocks = list(range(num_blocks))
-        from kvxfer.model.sampling import SampleSpec
-
-        first = runner.prefill_chunk(SequenceStep(prompt, 0, blocks, SampleSpec()))
+    def __init__(
+        self, specs: Sequence[KVCacheSpec], prompt: Sequence[int], max_new_tokens: int
+    ) -> None:
+        lengths = kv_tokens(specs, len(prompt), max_new_tokens)
+        tables, views = [], []
+        for spec, length in zip(specs, lengths, strict=True):
+            num_blocks = spec.num_blocks(length)
+            shape = (num_blocks, spec.num_kv_heads, spec.block_size, spec.content_dim)
+            dtype = getattr(torch, spec.dtype)
+            views.append([torch.zeros(shape, dtype=dtype) for _ in range(spec.num_layers)])
+            tables.append(BlockTable(range(num_blocks)))
+        runner = NullRunner(specs, views)
+        first = runner.prefill_chunk(SequenceStep(prompt, 0, tables, SampleSpec()))
         assert first is not None
-        self.digests = block_digests(views, blocks, len(prompt))
+        self.digests: list[str] = []
+        filled = kv_tokens(specs, len(prompt), 0)
+        for group, kept in enumerate(prompt_entries(specs, len(prompt))):
+            held = filled[group] - kept.start * specs[group].block_size
+            self.digests += block_digests(views[group], tables[group].ids(kept), max(0, held))
         self.tokens = [first]
+        start = decoder_start(specs, len(prompt))
+        num_encoder = len(prompt) if has_encoder(specs) else 0
         while len(self.tokens) < max_new_tokens:
-            position = len(prompt) + len(self.tokens) - 1
-            step = SequenceStep(self.tokens[-1:], position, blocks, SampleSpec())
+            position = start + len(self.tokens) - 1
+            step = SequenceStep(self.tokens[-1:], position, tables, SampleSpec(), num_encoder)
             self.tokens += runner.decode_step([step])

@@ -23,7 +23,7 @@ from kvxfer.control.messages import (
 
 NUM_TOKENS = 10
 LAYERS = 2
-BLOCKS = [1, 2, 3]
+BLOCKS = [[1, 2, 3]]
 
 
 def meet(cluster: Cluster, lane: str, **options: Any) -> tuple[WirePeer, Worker]:
@@ -67,9 +67,9 @@ def ready(
     stop: int = NUM_TOKENS,
     final: bool = True,
     lease_id: str = "",
-    blocks: Sequence[int] = BLOCKS,
+    blocks: Sequence[Sequence[int]] = BLOCKS,
 ) -> Ready:
-    lease = Lease(lease_id or asked.grant.grant_id, list(blocks), 10.0)
+    lease = Lease(lease_id or asked.grant.grant_id, [list(ids) for ids in blocks], 10.0)
     return Ready(asked.request_id, lease, start, stop, final)
 
 

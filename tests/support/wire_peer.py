@@ -38,7 +38,7 @@ class WirePeer:
         self.acks = True
         """Whether it acknowledges regions by itself."""
         self.received: list[Message] = []
-        self.cache.extend(self.engine.bound_blocks)
+        self.cache.extend([group.capacity_blocks for group in self.cache.geometry.groups])
         chunks = [Region(chunk.offset, chunk.size) for chunk in self.cache.buffer.chunks]
         self.engine.connector.register(chunks)
         self.regions = RegionSet().add(chunks)

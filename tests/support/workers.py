@@ -7,7 +7,7 @@ The control loops are turned by the test (`support.cluster`), so a test can stop
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from support.faulty import FaultyDriver, SlowLoopback
 from support.null_runner import VOCAB_SIZE, NullRunner
 
 from decode.worker import DecodeWorker
-from kvxfer.cache.blocks import BlockAllocator
+from kvxfer.cache.budget import CacheBudget
 from kvxfer.cache.kv_cache import KVCache
 from kvxfer.cache.layout import CacheGeometry, KVCacheLayout
+from kvxfer.cache.pools import BlockPools
 from kvxfer.cache.sizing import WarmUp, account_as_given
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.config import WorkerOptions, resolve
@@ -62,6 +63,7 @@ def make_options(role: str, **changes: Any) -> WorkerOptions:
         "connector": "loopback",
         "block_size": SPEC.block_size,
         "max_num_batched_tokens": 8,
+        "kv_low_watermark": 0.0,
         "request_timeout_s": 60.0,
         "peer_timeout_s": 30.0,
     }
@@ -79,27 +81,35 @@ def make_engine(
     layout: str = "LBHNC",
     capacity: int = 64,
     bound: int = 0,
-    spec: KVCacheSpec = SPEC,
+    specs: Sequence[KVCacheSpec] = (SPEC,),
     driver: HostDriver | None = None,
     fingerprint: str = "f" * 32,
 ) -> Engine:
-    """An engine with one granule per segment committed, as after warm-up."""
+    """An engine with one granule per segment committed, as after warm-up. `layout` may name one
+    for each group, with commas; the budget pays for `bound` blocks (default: `capacity`) of each.
+    """
     driver = driver or FaultyDriver(GRANULARITY)
-    geometry = CacheGeometry.build(spec, KVCacheLayout(layout), capacity, driver.granularity)
+    names = layout.split(",") if "," in layout else [layout] * len(specs)
+    layouts, capacities = [KVCacheLayout(name) for name in names], [capacity] * len(specs)
+    geometry = CacheGeometry.build(specs, layouts, capacities, driver.granularity)
     cache = KVCache(driver, geometry)
-    cache.extend(1)
+    cache.extend([1] * len(specs))
+    kv_bytes = geometry.bytes_of([bound or capacity] * len(specs))
     window = MemoryWindow(cache.buffer.base_address, geometry.total_bytes, "cpu")
     return Engine(
         options=options,
         info=make_info(fingerprint),
-        runner=NullRunner(spec, cache.views),  # type: ignore[arg-type]
+        runner=NullRunner(specs, cache.views),  # type: ignore[arg-type]
         driver=driver,
         cache=cache,
         connector=SlowLoopback(f"{options.worker_id}.{incarnation}", window),
-        allocator=BlockAllocator(1),
+        pools=BlockPools(len(specs)),
         account=account_as_given(0, WarmUp(0, 0, 0, 0), 0),
-        bound_blocks=bound or capacity,
+        budget=CacheBudget(geometry, kv_bytes, options.max_num_batched_tokens),
     )
+
+
+MakeEngine = Callable[[WorkerOptions, str], Engine]
 
 
 class Silent:
@@ -109,7 +119,8 @@ class Silent:
 
 
 class Worker:
-    """One worker, whose control loop is turned by hand. `role_name`: prefill, decode or idle."""
+    """One worker, whose control loop is turned by hand. `engine`: what `make_engine` is given, or
+    what makes a real one."""
 
     def __init__(
         self,
@@ -118,13 +129,16 @@ class Worker:
         *,
         idle: bool = False,
         trace: Path | None = None,
-        engine: dict[str, Any] | None = None,
+        engine: dict[str, Any] | MakeEngine | None = None,
         **options: Any,
     ) -> None:
         self.options = make_options(role, **options)
         self.incarnation = secrets.token_hex(4)
         self.channel = Channel(f"{self.options.worker_id}.{self.incarnation}", listen)
-        self.engine = make_engine(self.options, self.incarnation, **engine or {})
+        if callable(engine):
+            self.engine = engine(self.options, self.incarnation)
+        else:
+            self.engine = make_engine(self.options, self.incarnation, **engine or {})
         self.reports: Mailbox[Callable[[], None]] = Mailbox()
         self.trace = Trace(self.options.worker_id, trace)
         self.parts = assembly._assemble(
@@ -144,6 +158,7 @@ class Worker:
             self.parts.peers,
             self.parts.growth,
             self.parts.residency,
+            self.parts.watermarks,
             self.role,
             self.options.worker_id,
         )
@@ -181,24 +196,25 @@ class Worker:
         return self.engine.cache
 
     @property
-    def allocator(self) -> BlockAllocator:
-        return self.engine.allocator
+    def pools(self) -> BlockPools:
+        return self.engine.pools
 
     def turn(self, timeout_s: float = 0.0) -> None:
         self.loop.turn(timeout_s)
 
     def is_idle(self) -> bool:
         held = getattr(self.role, "_requests", None) or getattr(self.role, "_jobs", None)
-        counts = self.allocator.counts()
+        counts = self.pools.counts()
         return not held and not counts.used and not counts.quarantined and self.parts.growth.is_idle
 
     def check_conserved(self) -> None:
         """free + used + quarantined + null == total, none used, registered == committed."""
-        self.allocator.check_conservation()
-        counts = self.allocator.counts()
+        self.pools.check_conservation()
+        counts = self.pools.counts()
         assert (counts.used, counts.quarantined) == (0, 0)
         assert counts.free + counts.null == counts.total
-        assert counts.total <= self.cache.committed_blocks
+        usable = zip(self.pools.num_blocks, self.cache.committed_blocks, strict=True)
+        assert all(bound <= committed for bound, committed in usable)
         self.check_registered()
 
     def check_registered(self) -> None:
@@ -211,8 +227,9 @@ class Worker:
         if self._is_closed:
             return
         self._is_closed = True
-        self.runner.release()
-        self.connector.moving.set()
+        if isinstance(self.runner, NullRunner):
+            self.runner.release()
+            self.connector.moving.set()
         self.transfer.close_connector()
         stopped = [thread.stop(5.0) for thread in (self.parts.model, self.transfer)]
         self.channel.close()

@@ -7,10 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.cache.layout import CacheGeometry, KVCacheLayout
-from kvxfer.cache.spec import KVCacheSpec
+from kvxfer.cache.kv_cache import KVCache
+from kvxfer.cache.layout import CacheGeometry, GroupGeometry, KVCacheLayout
+from kvxfer.cache.spec import GroupKind, KVCacheSpec
+from kvxfer.cache.table import BlockTable
 from kvxfer.errors import PlanError, TransferError
-from kvxfer.transfer.digest import block_digests
+from kvxfer.memory.host import HostDriver
+from kvxfer.transfer.digest import block_digests, prompt_digests
 
 BUDGET = settings(max_examples=10, deadline=None, derandomize=True)
 
@@ -29,7 +32,7 @@ cases = given(
 
 def make_views(spec, layout, capacity):
     """Per-layer [B, H, N, C] views of a zeroed cache, padded by its granularity."""
-    geometry = CacheGeometry.build(spec, layout, capacity, 64)
+    geometry = GroupGeometry.build(spec, layout, capacity, 64)
     memory = torch.zeros(geometry.total_bytes, dtype=torch.uint8)
     memory = memory.view(getattr(torch, spec.dtype))
     stride_l, *strides = (stride // spec.itemsize for stride in geometry.strides)
@@ -130,3 +133,74 @@ def test_views_of_different_caches_are_refused():
         block_digests([views[0].transpose(2, 3)], [1], 1)
     with pytest.raises(PlanError):
         block_digests([], [1], 1)
+
+
+# --- a prompt's, of all groups --------------------------------------------------------------------
+
+GROUPS = [
+    KVCacheSpec(2, 2, 3, 1, "bfloat16", 4),
+    KVCacheSpec(1, 1, 5, 0, "float32", 4, GroupKind.SLIDING, 6),
+]
+
+
+def write(view, table, token, content):
+    view[table.at(token // 4), :, token % 4] = content
+
+
+def computed(layouts, tables, num_prompt, seed):
+    """A cache that a prompt was written to token by token, rings and all."""
+    driver = HostDriver(4096)
+    names = [KVCacheLayout(name) for name in layouts]
+    cache = KVCache(driver, CacheGeometry.build(GROUPS, names, [12, 12], 4096))
+    cache.extend([12, 12])
+    for index, spec in enumerate(GROUPS):
+        kv = make_kv(spec, num_prompt, seed + index)
+        for token, content in enumerate(kv):
+            for view, layer in zip(cache.views[index], content, strict=True):
+                write(view, tables[index], token, layer)
+    return cache
+
+
+@pytest.mark.parametrize("num_prompt", [1, 4, 7, 12, 19, 21])
+def test_digests_of_a_prompt_are_those_of_what_travels_wherever_it_lies(num_prompt):
+    held = [[spec.blocks_held(num_prompt + more, step) for spec in GROUPS] for more, step in
+            ((0, 8), (9, 1))]  # fmt: skip
+    ours = [BlockTable(list(range(1, 1 + n))) for n in held[0]]
+    theirs = [BlockTable(list(range(11, 11 - n, -1))) for n in held[1]]
+    caches = [
+        computed(["LBNHC", "BLHNC"], ours, num_prompt, 5),
+        computed(["BHLNC", "LHBNC"], theirs, num_prompt, 5),
+    ]
+    try:
+        digests = [
+            prompt_digests(cache, tables, num_prompt)
+            for cache, tables in zip(caches, (ours, theirs), strict=True)
+        ]
+        assert digests[0] == digests[1]
+        kept = [spec.kept(num_prompt) for spec in GROUPS]
+        assert len(digests[0]) == sum(map(len, kept))
+        assert digests[0][: len(kept[0])] == block_digests(
+            caches[0].views[0], ours[0].ids(kept[0]), num_prompt
+        )
+        for group, view in ((0, caches[1].views[0][1]), (1, caches[1].views[1][0])):
+            before = view.clone()
+            write(view, theirs[group], num_prompt - 1, 77)
+            changed = prompt_digests(caches[1], theirs, num_prompt)
+            last = len(kept[0]) - 1 if group == 0 else len(digests[0]) - 1
+            assert [i for i, d in enumerate(changed) if d != digests[0][i]] == [last]
+            view.copy_(before)
+    finally:
+        for cache in caches:
+            cache.close()
+
+
+def test_digests_of_a_prompt_do_not_see_what_decode_writes_behind_it():
+    tables = [BlockTable([1, 2, 3]), BlockTable([1, 2, 3])]
+    cache = computed(["LBNHC", "LBNHC"], tables, 6, 5)
+    try:
+        before = prompt_digests(cache, tables, 6)
+        for group in range(2):
+            write(cache.views[group][0], tables[group], 6, 77)
+        assert prompt_digests(cache, tables, 6) == before
+    finally:
+        cache.close()

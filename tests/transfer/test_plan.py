@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.cache.layout import CacheGeometry, KVCacheLayout
+from kvxfer.cache.layout import GroupGeometry, KVCacheLayout
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.errors import PlanError, RegionError
 from kvxfer.transfer.plan import CacheSide, plan_transfer
@@ -35,7 +35,7 @@ class Case:
 
     def side(self, which, layout):
         """Side 0 (source) or 1, with as many blocks committed as needed or more, in chunks."""
-        geometry = CacheGeometry.build(
+        geometry = GroupGeometry.build(
             self.spec, layout, self.capacities[which], self.granularities[which]
         )
         rng = np.random.default_rng([self.seed, which])
@@ -189,7 +189,7 @@ SPEC = KVCacheSpec(2, 2, 4, 4, "bfloat16", 4)
 
 def whole_side(layout, blocks, spec=SPEC, capacity=8):
     """All blocks committed, one region a segment, no padding between segments."""
-    geometry = CacheGeometry.build(spec, layout, capacity, 1)
+    geometry = GroupGeometry.build(spec, layout, capacity, 1)
     size = geometry.segment_stride_bytes
     regions = [Region(geometry.segment_offset(i), size) for i in range(geometry.num_segments)]
     return CacheSide(geometry, RegionSet().add(regions), blocks)

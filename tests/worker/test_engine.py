@@ -3,7 +3,7 @@ same bits, and each size follows from its account."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,12 +11,14 @@ import pytest
 from support.commands import TINY_MODEL
 
 from connectors.loopback import LoopbackConnector
+from kvxfer.cache.table import BlockTable
 from kvxfer.config import WorkerOptions, resolve
 from kvxfer.control.messages import Generate, Sampling
 from kvxfer.errors import UsageError
 from kvxfer.model.tokenizer import Tokenizer
 from kvxfer.worker.engine import Engine, start_engine
 from kvxfer.worker.single import generate
+from kvxfer.worker.start import WarmUpHook
 
 BUDGET = 1 << 31
 PROMPT = (TINY_MODEL / "excerpt.txt").read_text()[:700]
@@ -24,7 +26,7 @@ MIB = 1 << 20
 
 
 @contextmanager
-def started(incarnation: str, **changes: Any) -> Iterator[Engine]:
+def started(incarnation: str, hooks: Sequence[WarmUpHook] = (), **changes: Any) -> Iterator[Engine]:
     options: dict[str, Any] = {
         "model": TINY_MODEL,
         "worker_id": "engine",
@@ -34,7 +36,7 @@ def started(incarnation: str, **changes: Any) -> Iterator[Engine]:
         "max_num_seqs": 4,
     }
     resolved = resolve(WorkerOptions(**options | changes), "single")
-    engine = start_engine(resolved, LoopbackConnector, incarnation, lambda text: None)
+    engine = start_engine(resolved, LoopbackConnector, incarnation, lambda text: None, hooks)
     try:
         yield engine
     finally:
@@ -44,7 +46,7 @@ def started(incarnation: str, **changes: Any) -> Iterator[Engine]:
 
 def answer(engine: Engine, grow_first: int = 0) -> tuple[list[int], list[str]]:
     """Tokens and KV digests of one prompt, in blocks at the end of what is committed."""
-    engine.cache.extend(max(engine.initial_blocks, grow_first))
+    engine.cache.extend([max(engine.initial_blocks[0], grow_first)])
     tokens = Tokenizer.load(TINY_MODEL).encode(PROMPT)
     request = Generate(
         request_id="r",
@@ -55,11 +57,10 @@ def answer(engine: Engine, grow_first: int = 0) -> tuple[list[int], list[str]]:
         prefill="",
         verify=True,
     )
-    needed = engine.cache.geometry.spec.num_blocks(len(tokens) + 16)
-    last = engine.cache.committed_blocks
-    found = generate(
-        engine.runner, engine.cache, request, list(range(last - needed, last)), chunk_tokens=128
-    )
+    needed = engine.specs[0].num_blocks(len(tokens) + 16)
+    last = engine.cache.committed_blocks[0]
+    tables = [BlockTable(range(last - needed, last))]
+    found = generate(engine.runner, engine.cache, request, tables, chunk_tokens=128)
     return found.tokens, found.kv_digests
 
 
@@ -81,15 +82,32 @@ def test_a_growable_cache_is_sized_by_what_is_left() -> None:
         assert account.available == BUDGET
         assert taken.weights > 20 * MIB
         assert account.kv == account.available - taken.used - account.buffer
-        assert engine.bound_blocks == account.kv // engine.cache.geometry.spec.block_bytes
-        assert 2 <= engine.initial_blocks < engine.bound_blocks
-        assert engine.affordable_blocks() == engine.bound_blocks
+        assert engine.budget.kv_bytes == account.kv
+        assert 2 <= engine.initial_blocks[0] < account.kv // engine.specs[0].block_bytes
+        assert engine.affordable() == engine.budget
+
+
+def test_what_else_allocates_is_run_and_measured() -> None:
+    """S18: an encoder cache, a draft model: each has its row in the account."""
+    kept = []
+    hooks = [
+        WarmUpHook("draft model", lambda runner: kept.append(bytearray(b"\1" * (96 * MIB)))),
+        WarmUpHook("nothing", lambda runner: None),
+    ]
+    with started("h", hooks, kv_commit="elastic") as engine:
+        taken = engine.account.warm_up
+        assert [name for name, _ in taken.hooks] == ["draft model", "nothing"]
+        assert 90 * MIB < taken.hooks[0][1] < 110 * MIB
+        assert taken.hooks[1][1] < 8 * MIB
+        account = engine.account
+        assert account.kv == account.available - taken.used - account.buffer
+        assert any("draft model" in line for line in account.lines())
 
 
 def test_a_fixed_cache_gives_the_same_bits(growable: tuple[list[int], list[str]]) -> None:
     with started("c", enable_extensible_kv_cache=False, memory_budget_bytes=BUDGET) as engine:
         assert engine.driver.name == "fixed"
-        assert engine.bound_blocks == engine.cache.geometry.capacity_blocks
+        assert engine.initial_blocks == [engine.cache.geometry.groups[0].capacity_blocks]
         assert answer(engine) == growable
 
 
@@ -98,7 +116,7 @@ def test_an_explicit_size_gives_the_same_bits_and_is_exact(
 ) -> None:
     size = 64 * MIB
     with started("d", kv_cache_memory_bytes=size, kv_cache_layout="BHLNC") as engine:
-        assert engine.bound_blocks == size // engine.cache.geometry.spec.block_bytes
+        assert engine.initial_blocks == [size // engine.specs[0].block_bytes]
         assert engine.account.kv == size
         assert answer(engine) == growable
 

@@ -39,11 +39,11 @@ def spec_with(**changes):
 
 DIFFERENT = {
     "model": {"engine": {"fingerprint": "0" * 32}},
-    "num_layers": {"engine": {"spec": spec_with(num_layers=3)}},
-    "num_kv_heads": {"engine": {"spec": spec_with(num_kv_heads=4)}},
-    "head_dim_k": {"engine": {"spec": spec_with(head_dim_k=32, head_dim_v=0)}},
-    "dtype": {"engine": {"spec": spec_with(dtype="bfloat16")}},
-    "block_size": {"engine": {"spec": spec_with(block_size=8)}},
+    "num_layers": {"engine": {"specs": [spec_with(num_layers=3)]}},
+    "num_kv_heads": {"engine": {"specs": [spec_with(num_kv_heads=4)]}},
+    "head_dim_k": {"engine": {"specs": [spec_with(head_dim_k=32, head_dim_v=0)]}},
+    "dtype": {"engine": {"specs": [spec_with(dtype="bfloat16")]}},
+    "block_size": {"engine": {"specs": [spec_with(block_size=8)]}},
     "lane": {"lane": "pull"},
 }
 

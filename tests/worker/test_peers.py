@@ -27,8 +27,8 @@ def test_growth_is_published_loaded_and_acknowledged(cluster, grower):
     cluster.until(both_ready(prefill, decode))
     worker, other = (prefill, decode) if grower == "prefill" else (decode, prefill)
     for wanted in (20, 50, 100):
-        worker.parts.growth.request(wanted)
-        cluster.until(lambda w=wanted: worker.allocator.num_blocks >= w)
+        worker.parts.growth.request([wanted])
+        cluster.until(lambda w=wanted: worker.pools.num_blocks[0] >= w)
         regions = worker.parts.growth.regions
         assert other.peers.ready()[0].regions == regions
         assert worker.peers.ready()[0].acked_generation == regions.generation
@@ -45,11 +45,11 @@ def test_growth_while_the_peer_is_still_greeting(cluster, grower, turns):
     for _ in range(turns):
         cluster.turn()
         time.sleep(0.002)
-    worker.parts.growth.request(30)
-    cluster.until(lambda: worker.allocator.num_blocks >= 30)
-    worker.parts.growth.request(60)
+    worker.parts.growth.request([30])
+    cluster.until(lambda: worker.pools.num_blocks[0] >= 30)
+    worker.parts.growth.request([60])
     cluster.until(both_ready(prefill, decode))
-    cluster.until(lambda: worker.allocator.num_blocks >= 60)
+    cluster.until(lambda: worker.pools.num_blocks[0] >= 60)
     for one, other in ((prefill, decode), (decode, prefill)):
         regions = one.parts.growth.regions
         cluster.until(lambda o=other, r=regions: o.peers.ready()[0].regions == r)

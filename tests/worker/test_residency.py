@@ -33,10 +33,10 @@ both_roles = pytest.mark.parametrize("role", ["prefill", "decode"])
 def grow(cluster, worker, steps=STEPS):
     """In steps, so that each segment has many chunks."""
     for wanted in steps:
-        worker.parts.growth.request(wanted)
+        worker.parts.growth.request([wanted])
         cluster.until(
             lambda wanted=wanted: (
-                worker.parts.growth.is_idle and worker.allocator.num_blocks >= wanted
+                worker.parts.growth.is_idle and worker.pools.num_blocks[0] >= wanted
             )
         )
 
@@ -79,9 +79,9 @@ def test_shrinking_gives_memory_back_and_tells_the_peers(cluster, lane, role):
     owner, peer = (prefill, decode) if role == "prefill" else (decode, prefill)
     grow(cluster, owner)
     before = owner.cache.committed_bytes
-    answer = asked(cluster, owner, "shrink", 20, 5.0)
+    answer = asked(cluster, owner, "shrink", [20], 5.0)
     assert (answer.request, answer.problem, answer.is_sleeping) == ("Shrink", "", False)
-    assert 20 <= answer.num_blocks == owner.allocator.num_blocks < 64
+    assert 20 <= answer.num_blocks[0] == owner.pools.num_blocks[0] < 64
     assert answer.committed_bytes == owner.cache.committed_bytes < before
     assert answer.tombstone_bytes == 0
     owner.check_conserved()
@@ -106,7 +106,7 @@ def test_a_prompt_after_sleep_and_wake_has_the_same_kv_and_tokens(cluster, lane,
     many, base = len(owner.cache.buffer.chunks), owner.cache.buffer.base_address
     answer = asked(cluster, owner, "sleep", 5.0)
     assert (answer.problem, answer.is_sleeping) == ("", True)
-    assert (answer.num_blocks, answer.committed_bytes) == (0, 0)
+    assert (answer.num_blocks[0], answer.committed_bytes) == (0, 0)
     assert owner.cache.buffer.chunks == ()
     assert owner.parts.growth.regions.regions == ()
     check_peers_agree(owner, peer)
@@ -115,7 +115,7 @@ def test_a_prompt_after_sleep_and_wake_has_the_same_kv_and_tokens(cluster, lane,
     assert "the cache sleeps" in refused.finished.error
     cluster.until(cluster.idle)
     answer = asked(cluster, owner, "wake_up")
-    assert (answer.problem, answer.is_sleeping, answer.num_blocks) == ("", False, 64)
+    assert (answer.problem, answer.is_sleeping, answer.num_blocks[0]) == ("", False, 64)
     assert len(owner.cache.buffer.chunks) < many
     assert owner.cache.buffer.base_address == base
     check_peers_agree(owner, peer)
@@ -128,7 +128,7 @@ def test_a_prompt_after_sleep_and_wake_has_the_same_kv_and_tokens(cluster, lane,
 def test_each_request_leaves_a_trace_with_registered_equal_to_committed(cluster, tmp_path):
     worker = cluster.add("decode", trace=tmp_path / "trace", **ELASTIC)
     grow(cluster, worker)
-    for call in (("shrink", 20, 1.0), ("sleep", 1.0), ("wake_up",), ("defragment", 1.0)):
+    for call in (("shrink", [20], 1.0), ("sleep", 1.0), ("wake_up",), ("defragment", 1.0)):
         asked(cluster, worker, *call)
     events = [e for e in read_trace(tmp_path / "trace") if e["event"] == "residency"]
     assert [e["request"] for e in events] == ["Shrink", "Sleep", "WakeUp", "Defragment"]
@@ -144,7 +144,7 @@ def test_defragmenting_packs_and_publishes_what_there_is_now(cluster):
         grow(cluster, owner)
         many = len(owner.parts.growth.regions.regions)
         answer = asked(cluster, owner, "defragment", 5.0)
-        assert (answer.problem, answer.num_blocks) == ("", 64)
+        assert (answer.problem, answer.num_blocks[0]) == ("", 64)
         assert len(owner.parts.growth.regions.regions) == 2 < many
         check_peers_agree(owner, peer)
         serve(cluster, decode, num_tokens=60)
@@ -159,7 +159,14 @@ def test_a_router_asks_and_is_answered(cluster):
     found = []
 
     def ask():
-        for request in (Shrink(20, 5.0), Sleep(5.0), Sleep(5.0), WakeUp(), WakeUp(), Defragment(1)):
+        for request in (
+            Shrink([20], 5.0),
+            Sleep(5.0),
+            Sleep(5.0),
+            WakeUp(),
+            WakeUp(),
+            Defragment(1),
+        ):
             found.append(router.manage(backend, request, 10.0))
 
     thread = threading.Thread(target=ask)
@@ -183,8 +190,9 @@ def test_a_router_asks_and_is_answered(cluster):
 
 
 WRONG = [
-    (("shrink", 1, 1.0), "1 blocks: a cache has at least"),
-    (("shrink", -5, 1.0), "-5 blocks"),
+    (("shrink", [10, 10], 1.0), "[10, 10] blocks: the cache has 1 groups"),
+    (("shrink", [1], 1.0), "[1] blocks: each group has"),
+    (("shrink", [-5], 1.0), "[-5] blocks"),
     (("sleep", -1.0), "timeout_s: -1.0: 0 to 3600 s"),
     (("sleep", float("nan")), "timeout_s: nan"),
     (("defragment", 1e9), "timeout_s"),
@@ -204,7 +212,7 @@ def test_what_cannot_be_is_answered_and_changes_nothing(cluster, call, problem):
 
 def test_shrinking_to_what_is_there_tells_nobody(cluster):
     wire, decode = meet_prefill(cluster, "push", **ELASTIC)
-    assert asked(cluster, decode, "shrink", 60, 5.0).problem == ""
+    assert asked(cluster, decode, "shrink", [60], 5.0).problem == ""
     assert wire.of(RegionsRevoke) == []
     decode.check_conserved()
 
@@ -218,7 +226,7 @@ def hold(cluster, lane, **options):
     grow(cluster, decode)
     decode.runner.hold()
     sent = cluster.send(decode, **options)
-    cluster.until(lambda: decode.allocator.counts().used > 0)
+    cluster.until(lambda: decode.pools.counts().used > 0)
     return prefill, decode, sent
 
 
@@ -226,7 +234,7 @@ def hold(cluster, lane, **options):
 def test_a_sequence_above_the_bound_is_waited_for(cluster, lane):
     _, decode, sent = hold(cluster, lane, num_tokens=100)
     answers = []
-    decode.parts.residency.shrink(10, 10.0, answers.append)
+    decode.parts.residency.shrink([10], 10.0, answers.append)
     cluster.turn_for(0.1)
     assert state_of(decode) is ResidencyState.DRAINING
     late = cluster.send(decode, num_tokens=100)
@@ -237,16 +245,16 @@ def test_a_sequence_above_the_bound_is_waited_for(cluster, lane):
     sent.check_equal()
     late.check_equal()
     assert answers[0].problem == ""
-    assert answers[0].num_blocks < 20
-    assert decode.allocator.num_blocks > 20, "it grew again for the prompt that had to wait"
+    assert answers[0].num_blocks[0] < 20
+    assert decode.pools.num_blocks[0] > 20, "it grew again for the prompt that had to wait"
     cluster.until_idle()
 
 
 @both_lanes
 def test_a_sequence_below_the_bound_goes_on_undisturbed(cluster, lane):
     _, decode, sent = hold(cluster, lane, num_tokens=10)
-    assert asked(cluster, decode, "shrink", 10, 5.0).problem == ""
-    assert decode.allocator.num_blocks < 20
+    assert asked(cluster, decode, "shrink", [10], 5.0).problem == ""
+    assert decode.pools.num_blocks[0] < 20
     assert sent.finished is None
     decode.runner.release()
     cluster.finish(sent)
@@ -256,11 +264,11 @@ def test_a_sequence_below_the_bound_goes_on_undisturbed(cluster, lane):
 
 def test_at_the_deadline_a_shrink_goes_as_far_as_it_can(cluster):
     _, decode, sent = hold(cluster, "push", num_tokens=100)
-    answer = asked(cluster, decode, "shrink", 10, 0.1)
+    answer = asked(cluster, decode, "shrink", [10], 0.1)
     assert "cannot shrink to" in answer.problem
     assert "26 used and 0 quarantined" not in answer.problem, "only those above the bound"
     assert "block 26 the highest" in answer.problem
-    assert 27 <= answer.num_blocks == decode.allocator.num_blocks < 64
+    assert 27 <= answer.num_blocks[0] == decode.pools.num_blocks[0] < 64
     decode.runner.release()
     cluster.finish(sent)
     sent.check_equal()
@@ -274,7 +282,7 @@ def test_at_the_deadline_all_else_changes_nothing(cluster, name):
     answer = asked(cluster, decode, name, 0.1)
     assert "cannot shrink to 1 blocks: above are 4 used" in answer.problem
     assert state_of(decode) is ResidencyState.AWAKE
-    assert (answer.num_blocks, decode.parts.growth.regions) == (64, before)
+    assert (answer.num_blocks[0], decode.parts.growth.regions) == (64, before)
     decode.runner.release()
     more = cluster.send(decode, num_tokens=200)
     cluster.finish(sent, more)
@@ -288,7 +296,7 @@ def test_prompts_that_wait_for_blocks_are_refused_when_the_cache_goes_to_sleep(c
     owner = prefill if role == "prefill" else decode
     owner.runner.hold()
     running = cluster.send(decode, num_tokens=100)
-    cluster.until(lambda: owner.allocator.counts().used > 0)
+    cluster.until(lambda: owner.pools.counts().used > 0)
     waiting = cluster.send(decode, num_tokens=150 if role == "decode" else 90)
     cluster.turn_for(0.05)
     answers = []
@@ -309,10 +317,10 @@ def test_quarantined_blocks_count_as_used(cluster):
     wire, decode = meet_prefill(cluster, "push", **ELASTIC, on_peer_loss="wait")
     granted(cluster, wire, decode)
     decode.peers.lose(wire.key if wire.key.startswith("out") else f"out:{wire.address}", "a test")
-    assert decode.allocator.counts().quarantined
+    assert decode.pools.counts().quarantined
     assert "quarantined" in asked(cluster, decode, "sleep", 0.05).problem
     assert state_of(decode) is ResidencyState.AWAKE
-    assert decode.allocator.counts().quarantined
+    assert decode.pools.counts().quarantined
 
 
 def test_one_request_at_a_time(cluster):
@@ -322,7 +330,7 @@ def test_one_request_at_a_time(cluster):
     cluster.turn_for(0.02)
     for call in ("sleep", "defragment"):
         getattr(decode.parts.residency, call)(1.0, refused.append)
-    decode.parts.residency.shrink(4, 1.0, refused.append)
+    decode.parts.residency.shrink([4], 1.0, refused.append)
     decode.parts.residency.wake_up(refused.append)
     assert [answer.problem for answer in refused] == ["Sleep is under way"] * 4
     decode.runner.release()
@@ -335,7 +343,7 @@ def test_one_request_at_a_time(cluster):
 def test_a_growth_under_way_ends_first(cluster):
     wire, decode = meet_prefill(cluster, "push", **ELASTIC)
     wire.acks = False
-    decode.parts.growth.request(40)
+    decode.parts.growth.request([40])
     cluster.until(lambda: bool(wire.of(RegionsUpdate)))
     assert "growing" in asked(cluster, decode, "sleep", 0.05).problem
     answers = []
@@ -366,13 +374,13 @@ def test_memory_is_released_only_when_the_peer_has_let_go(cluster):
     grow(cluster, decode)
     wire.acks = False
     before, answers = decode.cache.committed_bytes, []
-    decode.parts.residency.shrink(10, 5.0, answers.append)
+    decode.parts.residency.shrink([10], 5.0, answers.append)
     cluster.until(lambda: bool(wire.of(RegionsRevoke)))
     (revoke,) = wire.of(RegionsRevoke)
     cluster.turn_for(0.1)
     assert state_of(decode) is ResidencyState.REVOKING
     assert decode.cache.committed_bytes == before
-    assert decode.allocator.num_blocks < 20, "but nobody is granted it any more"
+    assert decode.pools.num_blocks[0] < 20, "but nobody is granted it any more"
     for epoch in (0, 2, -1):
         wire.send(RegionsRevoked(epoch))
     cluster.turn_for(0.05)
@@ -389,19 +397,19 @@ def test_memory_is_released_only_when_the_peer_has_let_go(cluster):
 
 def test_a_peer_that_never_lets_go_is_lost_and_cannot_crash_the_owner(cluster, monkeypatch):
     wire, decode = lose_at(cluster, monkeypatch)
-    answer = asked(cluster, decode, "shrink", 10, 5.0)
+    answer = asked(cluster, decode, "shrink", [10], 5.0)
     assert decode.peers.ready() == []
     (revoke,) = wire.of(RegionsRevoke)
     assert answer.tombstone_bytes == sum(region.size for region in revoke.regions) > 0
     base = decode.cache.buffer.base_address
-    kept = [view[: answer.num_blocks].clone() for view in decode.cache.views]
+    kept = [view[: answer.num_blocks[0]].clone() for view in decode.cache.views[0]]
     for region in revoke.regions:
         ctypes.memset(base + region.offset, 0xAB, region.size)
-    for view, before in zip(decode.cache.views, kept, strict=True):
-        assert bool((view[: answer.num_blocks] == before).all())
+    for view, before in zip(decode.cache.views[0], kept, strict=True):
+        assert bool((view[: answer.num_blocks[0]] == before).all())
     decode.check_conserved()
     grow(cluster, decode, [64])
-    assert decode.parts.residency.tombstone_bytes == 0
+    assert decode.parts.residency.retired.tombstone_bytes == 0
     decode.check_conserved()
 
 
@@ -415,7 +423,7 @@ def test_a_transfer_of_a_lost_peer_ends_in_an_error(cluster, monkeypatch):
     facts = [m for m in wire.received if isinstance(m, RegionsUpdate)][-1]
     wire.connector.connect("decode", decode.cache.buffer.base_address, facts.description)
     target = facts.regions[0]
-    asked(cluster, decode, "shrink", 10, 5.0)
+    asked(cluster, decode, "shrink", [10], 5.0)
     column = [np.array([value]) for value in (wire.regions.regions[0].offset, target.offset, 64)]
     wire.connector.submit("decode", Direction.PUSH, TransferPlan(*column))
     (result,) = wire.connector.poll()
@@ -430,37 +438,55 @@ def test_tombstones_go_when_a_new_process_of_the_peer_says_hello(cluster, monkey
     wire.send(wire.welcome("push"))
     cluster.until(lambda: bool(decode.peers.ready()))
     cluster.turn_for(0.05)
-    assert decode.parts.residency.tombstone_bytes > 0, "the same process may still come"
+    assert decode.parts.residency.retired.tombstone_bytes > 0, "the same process may still come"
     decode.peers.lose(wire.key if wire.key in decode.peers._peers else f"out:{wire.address}", "x")
     known = len(wire.of(Hello))
     cluster.until(lambda: len(wire.of(Hello)) > known)
     wire.send(wire.welcome("push", incarnation="another"))
-    cluster.until(lambda: decode.parts.residency.tombstone_bytes == 0)
-    assert asked(cluster, decode, "wake_up").num_blocks == 64
+    cluster.until(lambda: decode.parts.residency.retired.tombstone_bytes == 0)
+    assert asked(cluster, decode, "wake_up").num_blocks[0] == 64
     decode.check_conserved()
 
 
 def test_a_peer_that_lets_go_the_next_time_leaves_no_tombstone(cluster, monkeypatch):
     wire, decode = lose_at(cluster, monkeypatch)
-    assert asked(cluster, decode, "shrink", 20, 5.0).tombstone_bytes > 0
+    assert asked(cluster, decode, "shrink", [20], 5.0).tombstone_bytes > 0
     wire.acks = True
     cluster.until(lambda: len(wire.of(Hello)) > 1)
     wire.send(wire.welcome("push"))
     cluster.until(lambda: bool(decode.peers.ready()))
-    asked(cluster, decode, "shrink", 8, 5.0)
-    cluster.until(lambda: decode.parts.residency.tombstone_bytes == 0)
+    asked(cluster, decode, "shrink", [8], 5.0)
+    cluster.until(lambda: decode.parts.residency.retired.tombstone_bytes == 0)
     decode.check_conserved()
 
 
-@pytest.mark.parametrize("name", ["sleep", "defragment"])
-def test_where_memory_cannot_be_retired_it_stays_and_is_usable(cluster, monkeypatch, name):
-    """As on a GPU; and what a lost peer may touch is not moved anywhere."""
+def test_where_there_are_no_tombstones_memory_stays_pinned(cluster, monkeypatch):
+    """As on a GPU: the cache shrinks and sleeps all the same; what a lost peer may reach stays
+    mapped, is nobody's, and goes when the peer is known to be dead."""
     wire, decode = lose_at(cluster, monkeypatch)
-    decode.engine.driver.can_retire = False
+    monkeypatch.setattr(type(decode.engine.driver), "can_retire", False)
+    before, base = decode.cache.committed_bytes, decode.cache.buffer.base_address
+    answer = asked(cluster, decode, "sleep", 5.0)
+    assert (answer.problem, answer.is_sleeping, answer.committed_bytes) == ("", True, 0)
+    assert answer.pinned_bytes == before == decode.role.status()["pinned_bytes"]
+    assert decode.parts.growth.regions.regions == ()
+    assert ctypes.string_at(base, 1), "still mapped"
+    refused = asked(cluster, decode, "wake_up")
+    assert "may still reach" in refused.problem
+    assert refused.is_sleeping
+    decode.peers.holders.met(wire.facts(incarnation="another life"))
+    cluster.until(lambda: decode.parts.residency.retired.pinned_bytes == 0)
+    assert asked(cluster, decode, "wake_up").problem == ""
+    decode.check_conserved()
+
+
+def test_what_a_lost_peer_may_touch_is_not_moved(cluster, monkeypatch):
+    wire, decode = lose_at(cluster, monkeypatch)
+    monkeypatch.setattr(type(decode.engine.driver), "can_retire", False)
     before = decode.parts.growth.regions
-    answer = asked(cluster, decode, name, 5.0)
+    answer = asked(cluster, decode, "defragment", 5.0)
     assert "may still reach" in answer.problem
-    assert (answer.num_blocks, answer.is_sleeping) == (64, False)
+    assert (answer.num_blocks[0], answer.is_sleeping) == (64, False)
     assert decode.parts.growth.regions.regions == before.regions
     assert decode.parts.growth.regions.generation == before.generation + 1
     decode.check_conserved()
@@ -502,7 +528,7 @@ def test_a_connector_that_cannot_describe_ends_it_before_anybody_is_told(cluster
     assert "describe is refused" in answers[0].problem
     assert state_of(decode) is ResidencyState.AWAKE
     assert wire.of(RegionsRevoke) == []
-    assert answers[0].num_blocks == 64
+    assert answers[0].num_blocks[0] == 64
     decode.check_conserved()
 
 
@@ -519,7 +545,7 @@ def test_memory_that_the_driver_does_not_take_back_is_no_end(cluster, monkeypatc
         real(address, size_bytes, handle)
 
     monkeypatch.setattr(driver, "decommit", once)
-    answer = asked(cluster, decode, "shrink", 10, 5.0)
+    answer = asked(cluster, decode, "shrink", [10], 5.0)
     assert "refused" in answer.problem
     assert state_of(decode) is ResidencyState.AWAKE
     cluster.until(lambda: decode.parts.growth.is_idle)
@@ -535,7 +561,7 @@ def test_who_comes_while_the_cache_sleeps_works_with_it_later(cluster):
     decode.peers.dial(prefill.address)
     cluster.until(lambda: bool(prefill.peers.ready() and decode.peers.ready()))
     check_peers_agree(prefill, decode)
-    assert asked(cluster, prefill, "wake_up").num_blocks == 64
+    assert asked(cluster, prefill, "wake_up").num_blocks[0] == 64
     check_peers_agree(prefill, decode)
     serve(cluster, decode)
     cluster.until_idle()
@@ -581,7 +607,7 @@ def test_serving_through_any_sequence_of_requests(cluster, lane):
         name = chance.choice(["shrink", "shrink", "sleep", "defragment"])
         sent = [cluster.send(decode, num_tokens=chance.randint(5, 90)) for _ in range(2)]
         cluster.turn_for(chance.random() * 0.02)
-        arguments = (chance.randint(2, 40), 5.0) if name == "shrink" else (5.0,)
+        arguments = ([chance.randint(2, 40)], 5.0) if name == "shrink" else (5.0,)
         answer = asked(cluster, worker, name, *arguments)
         assert answer.problem == ""
         cluster.finish(*sent)

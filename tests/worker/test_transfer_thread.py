@@ -37,7 +37,7 @@ class Side:
     def grow(self, num_blocks):
         """The Growth, or the error's type. (Kept, an error keeps its traceback's frames alive.)"""
         result = []
-        self.thread.grow(num_blocks, result.append, lambda error: result.append(type(error)))
+        self.thread.grow([num_blocks], result.append, lambda error: result.append(type(error)))
         self.until(lambda: bool(result))
         return result[0]
 
@@ -91,8 +91,8 @@ def pair(make_side):
 
 def plan_between(source, target, blocks=(1, 5, 3)):
     return plan_transfer(
-        CacheSide(source.engine.cache.geometry, source.regions, blocks),
-        CacheSide(target.engine.cache.geometry, target.regions, blocks),
+        CacheSide(source.engine.cache.geometry.groups[0], source.regions, blocks),
+        CacheSide(target.engine.cache.geometry.groups[0], target.regions, blocks),
         range(4 * len(blocks)),
     )
 
@@ -102,7 +102,7 @@ def test_the_first_growth_registers_what_warm_up_committed_too(make_side):
     assert side.registered() == set()
     growth = side.grow(16)
     assert set(growth.regions) == side.registered() == side.committed()
-    assert growth.extension.new_blocks == side.engine.cache.committed_blocks >= 16
+    assert growth.extension.new_blocks[0] == side.engine.cache.committed_blocks[0] >= 16
 
 
 def test_each_growth_tells_just_what_it_added(make_side):
@@ -113,21 +113,21 @@ def test_each_growth_tells_just_what_it_added(make_side):
         assert not known.intersection(growth.regions)
         known.update(growth.regions)
         assert side.registered() == side.committed() == known
-        assert growth.extension.new_blocks >= num_blocks
-    assert side.engine.cache.committed_blocks == 64
+        assert growth.extension.new_blocks[0] >= num_blocks
+    assert side.engine.cache.committed_blocks[0] == 64
 
 
 @pytest.mark.parametrize("step", ["register", "describe"])
 def test_a_failed_registration_rolls_the_commit_back(make_side, step):
     side = make_side()
     side.grow(8)
-    before = side.committed(), side.engine.cache.committed_blocks, num_open_files()
+    before = side.committed(), side.engine.cache.committed_blocks[0], num_open_files()
     side.engine.connector.refuse.add(step)
     assert side.grow(32) is ConnectorError
-    assert (side.committed(), side.engine.cache.committed_blocks, num_open_files()) == before
+    assert (side.committed(), side.engine.cache.committed_blocks[0], num_open_files()) == before
     assert side.registered() == side.committed()
     side.engine.connector.refuse.clear()
-    assert side.grow(32).extension.old_blocks == before[1]
+    assert side.grow(32).extension.old_blocks[0] == before[1]
     assert side.registered() == side.committed()
 
 
@@ -146,7 +146,7 @@ def test_registered_is_part_of_committed_while_it_grows(make_side):
     side.grow(4)
     results = []
     for num_blocks in range(8, 256, 8):
-        side.thread.grow(num_blocks, results.append, results.append)
+        side.thread.grow([num_blocks], results.append, results.append)
     while len(results) < 31:
         registered = side.registered()  # read first: committed only ever grows here
         assert registered <= side.committed()
@@ -160,7 +160,7 @@ def test_registered_is_part_of_committed_while_it_grows(make_side):
 def test_a_move_ends_once_with_its_account(pair, direction):
     left, right = pair
     source, target = (left, right) if direction is Direction.PUSH else (right, left)
-    for layer, view in enumerate(source.engine.cache.views):
+    for layer, view in enumerate(source.engine.cache.views[0]):
         view[[1, 5, 3]] = 0.5 + layer
     plan, ended = plan_between(source, target), []
     left.thread.move("right", direction, plan, ended.append)
@@ -171,7 +171,7 @@ def test_a_move_ends_once_with_its_account(pair, direction):
     assert movement.error is None
     assert (movement.num_bytes, movement.num_runs) == (plan.total_bytes, plan.num_runs)
     assert 0 < movement.start_ns < movement.end_ns
-    for layer, view in enumerate(target.engine.cache.views):
+    for layer, view in enumerate(target.engine.cache.views[0]):
         assert (view[[1, 5, 3]] == 0.5 + layer).all()
 
 

@@ -1,0 +1,177 @@
+"""The steps of a worker's start, each leaving its result for the next (`worker.engine`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from kvxfer.cache.budget import CacheBudget, open_files_needed
+from kvxfer.cache.kv_cache import KVCache
+from kvxfer.cache.layout import CacheGeometry
+from kvxfer.cache.sizing import WarmUp, account_by_estimate
+from kvxfer.config import CPU_KV_CACHE_BYTES, WorkerOptions
+from kvxfer.errors import UsageError
+from kvxfer.memory.chunks import LARGEST_CHUNK
+from kvxfer.memory.limits import ensure_open_files
+from kvxfer.memory.usage import UsageMeter
+from kvxfer.memory.virtual_buffer import VirtualBuffer
+from kvxfer.model.loader import inspect_model
+from kvxfer.model.runner import ModelRunner
+from kvxfer.transfer.connector import Connector, MemoryWindow
+from kvxfer.worker.device import resolve_device, resolve_memory
+from kvxfer.worker.layouts import resolve_layouts
+
+logger = logging.getLogger(__name__)
+
+SCRATCH_BYTES = 8 << 20
+"""On either side of a transfer that only shows what transfers take."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpHook:
+    """Something else that allocates in service: encoder caches, draft models, logits buffers."""
+
+    name: str
+    """Its row in the account."""
+    run: Callable[[ModelRunner], object]
+    """Takes, once, as much as it ever will. What it keeps it owns. The runner that it is given is
+    warmed up, and of its cache only the null block may be touched."""
+
+
+class Start:
+    """In order; each step leaves its result here. `undo` is the caller's."""
+
+    def __init__(
+        self,
+        options: WorkerOptions,
+        connector_type: type[Connector],
+        progress: Progress,
+        undo: ExitStack,
+    ) -> None:
+        self.options = options
+        self.progress = progress
+        self.undo = undo
+        self._connector_type = connector_type
+        self.info = inspect_model(options.model)
+        device = resolve_device(options.device)
+        self.memory = resolve_memory(options, device)
+        self.meter = UsageMeter(self.memory.driver)
+        self._warn_if_shared()
+        policy = self.memory.policy
+        self.available = self.meter.available_bytes(policy.utilization, options.memory_budget_bytes)
+        self.runner = self._load(device)
+        self.weights = self.meter.used_bytes(0)
+        self.specs = self.runner.probe_specs(options.block_size)
+        self.layouts = resolve_layouts(options, self.specs, connector_type)
+
+    def _warn_if_shared(self) -> None:
+        shared = self.meter.shared_with()
+        if shared and not self.memory.policy.utilization_given:
+            logger.warning(
+                "the GPU is shared: %s; the default gpu_memory_utilization assumes that it is this "
+                "worker's alone: give it explicitly",
+                shared,
+            )
+
+    def _load(self, device: str) -> ModelRunner:
+        options = self.options
+        self.progress(f"loading {self.info.architecture} on {device}")
+        dtype = None if options.dtype == "auto" else options.dtype
+        runner = ModelRunner.load(self.info, device, dtype, options.threads)
+        self.undo.callback(runner.close)
+        return runner
+
+    def capacities(self) -> list[int]:
+        """Blocks of each group to reserve addresses for: as if it took the budget alone."""
+        two = 2 * sum(spec.block_bytes for spec in self.specs)
+        available = self.options.kv_cache_memory_bytes
+        if available and available < two:
+            raise UsageError("kv_cache_memory_bytes", available, f"two blocks need {two}")
+        if not available:
+            available = self.available
+            if self.memory.driver.device == "cpu":
+                available = min(available, CPU_KV_CACHE_BYTES)
+        return [max(2, available // spec.block_bytes) for spec in self.specs]
+
+    def geometry(self, capacities: Sequence[int]) -> CacheGeometry:
+        granularity = self.memory.driver.granularity
+        return CacheGeometry.build(self.specs, self.layouts, capacities, granularity)
+
+    def budget(self, geometry: CacheGeometry, kv_bytes: int) -> CacheBudget:
+        return CacheBudget(geometry, kv_bytes, self.options.max_num_batched_tokens)
+
+    def estimate(self, capacities: Sequence[int]) -> list[int]:
+        """The size of a fixed cache: profiled over a small one, which is given back (S13)."""
+        kv_bytes = self.options.kv_cache_memory_bytes
+        if not kv_bytes:
+            with ExitStack() as scratch:
+                outer, self.undo = self.undo, scratch
+                profiled = self.warm_up(self.reserve([2] * len(self.specs)), 0, ())
+                self.undo = outer
+            kv_bytes = account_by_estimate(self.available, profiled).kv
+        budget = self.budget(self.geometry(capacities), kv_bytes)
+        longest = budget.longest_sequence(self.options.max_model_len or self.info.max_model_len)
+        return budget.shares(budget.floors(longest), self.options.max_num_seqs)
+
+    def reserve(self, capacities: Sequence[int]) -> KVCache:
+        """Steps 1 and 2: addresses for the whole capacity, one granule per segment."""
+        driver = self.memory.driver
+        geometry = self.geometry(capacities)
+        if driver.device == "cpu":
+            groups = geometry.groups
+            ensure_open_files(
+                sum(open_files_needed(one, one.capacity_blocks, LARGEST_CHUNK) for one in groups)
+            )
+        cache = KVCache(driver, geometry)
+        self.undo.callback(cache.close)
+        cache.extend([1] * len(capacities))
+        self.runner.bind(cache.views)
+        return cache
+
+    def connect(self, incarnation: str, cache: KVCache) -> Connector:
+        """The connector, before warm-up is measured: its memory is in the account (S15)."""
+        options = self.options
+        self.progress(f"starting the {options.connector} connector")
+        window = MemoryWindow(
+            cache.buffer.base_address, cache.geometry.total_bytes, self.memory.driver.device
+        )
+        connector = self._connector_type(f"{options.worker_id}.{incarnation}", window)
+        self.undo.callback(connector.close)
+        return connector
+
+    def transfer_bytes(self, connector: Connector, before: int) -> int:
+        """What the connector takes of the device when it moves something; `before` was used before
+        it was made. Tried on scratch memory of the cache's kind, which is given back."""
+        driver = self.memory.driver
+        size = -(-SCRATCH_BYTES // driver.granularity) * driver.granularity
+        with VirtualBuffer(driver, 2 * size) as buffer:
+            buffer.commit([(0, 2 * size)])
+            scratch = MemoryWindow(buffer.base_address, 2 * size, driver.device)
+            with connector.exercise(scratch):
+                used = self.meter.used_bytes(2 * size)
+        return max(0, used - before)
+
+    def warm_up(self, cache: KVCache, transfer: int, hooks: Sequence[WarmUpHook]) -> WarmUp:
+        """Step 3: real shapes, then whatever else allocates, then what is held."""
+        self.progress("warming up")
+        options = self.options
+        self.runner.warm_up(options.max_num_batched_tokens, options.max_num_seqs)
+        held = self._cache_bytes(cache)
+        used = self.meter.used_bytes(held)
+        graphs = max(0, used - self.weights - transfer)
+        kept = []
+        for hook in hooks:
+            self.progress(f"warming up: {hook.name}")
+            hook.run(self.runner)
+            before, used = used, self.meter.used_bytes(held)
+            kept.append((hook.name, max(0, used - before)))
+        peak = self.meter.peak_bytes(used, held)
+        return WarmUp(self.weights, transfer, graphs, peak, tuple(kept))
+
+    def _cache_bytes(self, cache: KVCache) -> int:
+        """What the cache holds of the device: a fixed one holds its whole reservation."""
+        return cache.committed_bytes if self.memory.policy.extensible else cache.reserved_bytes
