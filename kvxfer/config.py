@@ -31,7 +31,8 @@ class WorkerOptions:
     """What a prefill or decode worker may be told. vLLM's names where they mean the same."""
 
     model: Path
-    """Hugging Face directory of a decoder-only model: config, safetensors, tokenizer."""
+    """Hugging Face directory of a model, decoder-only or of T5's or BART's class: config,
+    safetensors, tokenizer."""
     listen: str = "tcp://127.0.0.1:0"
     """Control-plane address to bind; port 0 takes a free one."""
     worker_id: str = ""

@@ -104,7 +104,7 @@ class _BufferRun:
         self._add("buffer_operations", self._load.operations, "operations")
         self._add("buffer_transient_peak", fit.headroom / MIB, "MiB", None, "lower")
         self._add("buffer_worst_excursion", fit.growth / MIB, "MiB", None, "lower")
-        self._add("buffer_fitted_fraction", fit.fraction, "of the peak", CONSTANT, "lower")
+        self._add("buffer_fitted_fraction", fit.fraction, "of the peak", None, "lower")
         fraction = fit.allocated_fraction
         self._add("buffer_fitted_fraction_in_tensors", fraction, "of the peak", None, "lower")
 

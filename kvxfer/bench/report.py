@@ -81,7 +81,10 @@ def _versions() -> dict[str, str]:
 
 
 def measured_commit() -> str:
-    """The commit measured, '-dirty' if the tree had changes; outside a checkout KVXFER_COMMIT."""
+    """The commit measured, '-dirty' if the tree had changes; where it runs from a copy, whose git
+    directory is another's or missing, KVXFER_COMMIT says it."""
+    if given := os.environ.get("KVXFER_COMMIT", ""):
+        return given
     command = [
         "git",
         "-C",
@@ -94,5 +97,5 @@ def measured_commit() -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
-        return os.environ.get("KVXFER_COMMIT", "")
-    return done.stdout.strip() or os.environ.get("KVXFER_COMMIT", "")
+        return ""
+    return done.stdout.strip()

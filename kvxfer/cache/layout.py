@@ -215,6 +215,11 @@ class CacheGeometry:
         """The size of the reservation."""
         return self.groups[-1].end
 
+    def committed_bytes(self, num_blocks: Sequence[int]) -> int:
+        """What has to be committed, in whole granules, for so many blocks of each group."""
+        pairs = zip(self.groups, num_blocks, strict=True)
+        return sum(g.num_segments * g.committed_bytes_per_segment(n) for g, n in pairs)
+
     def bytes_of(self, num_blocks: Sequence[int]) -> int:
         """What so many blocks of each group hold."""
         pairs = zip(self.groups, num_blocks, strict=True)

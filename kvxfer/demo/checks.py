@@ -3,8 +3,13 @@ bytes landed in the new range."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from kvxfer.cache.footprint import has_encoder
+from kvxfer.cache.spec import KVCacheSpec
+from kvxfer.config import Commit
 
 Event = dict[str, Any]
 
@@ -23,6 +28,17 @@ class GrowthInFlight:
     new_blocks: int
     landed_request: str
     """A request whose KV was proved complete, after the growth, in blocks that it added."""
+
+
+def why_no_growth(specs: Sequence[KVCacheSpec], commit: Commit) -> str:
+    """Why decode cannot be made to grow while a prompt's KV streams, or ''."""
+    if commit == "all":
+        return "everything was committed from the start"
+    if has_encoder(specs):
+        return "the encoder sees a prompt at once, so that its KV arrives in one piece"
+    if all(spec.window for spec in specs):
+        return "all layers have a window: a sequence's few blocks are used round and round"
+    return ""
 
 
 def growths(decode_trace: list[Event]) -> list[Event]:

@@ -33,7 +33,8 @@ class DemoOptions:
     """What `kvxfer demo` may be told."""
 
     model: Path = TINY_MODEL
-    """Hugging Face directory of a decoder-only model (default: the bundled one)."""
+    """Hugging Face directory of a model: decoder-only, or of T5's or BART's class (default: the
+    bundled one)."""
     prompt: Annotated[tuple[str, ...], Parameter(negative=())] = ()
     """A prompt; may be given several times (default: three passages of Shakespeare)."""
     prompt_file: Path | None = None

@@ -68,8 +68,8 @@ class DemoResult:
     before: dict[str, Numbers]
     after: dict[str, Numbers]
     growth: GrowthInFlight | None
-    must_grow: bool
-    """False with --kv-commit all, where everything is committed from the start."""
+    why_no_growth: str = ""
+    """Why decode could not be made to grow here; '' where it had to."""
 
     @property
     def tokens_equal(self) -> bool:
@@ -97,7 +97,7 @@ class DemoResult:
     @property
     def ok(self) -> bool:
         grown = self.grew and self.grew_in_flight
-        return self.tokens_equal and self.kv_equal and (grown or not self.must_grow)
+        return self.tokens_equal and self.kv_equal and (grown or bool(self.why_no_growth))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -106,6 +106,7 @@ class DemoResult:
             "kv_equal": self.kv_equal,
             "grew": self.grew,
             "grew_in_flight": self.grew_in_flight,
+            "why_no_growth": self.why_no_growth,
             "lane": self.lane,
             "growth": asdict(self.growth) if self.growth else None,
             "requests": [asdict(request) for request in self.requests],

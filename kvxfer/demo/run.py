@@ -9,16 +9,17 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from kvxfer.demo.checks import GrowthInFlight, growth_in_flight
+from kvxfer.demo.checks import GrowthInFlight, growth_in_flight, why_no_growth
 from kvxfer.demo.plan import DemoOptions, DemoPlan, plan_demo
 from kvxfer.demo.prompts import Prompt, long_prompt
 from kvxfer.demo.results import DemoResult, Numbers, RequestResult, compare
 from kvxfer.demo.screen import Screen
 from kvxfer.errors import DeadlineExceeded, KvxferError, WorkerDied
 from kvxfer.launch.local import LocalLauncher, WorkerProcess
-from kvxfer.serve.router import Backend, Router
+from kvxfer.serve.router import Backend, Completion, Router
 from kvxfer.serve.text import TextStream
 from kvxfer.telemetry.trace import read_trace
 
@@ -149,7 +150,10 @@ class Demo:
             self._send(prompt)
         self._finish_all()
         before = self._cluster.account()
-        growth = self._grow()
+        facts = self._cluster.decode.facts
+        assert facts is not None, "it answered before the prompts were sent"
+        why_not = why_no_growth(facts.geometry.specs, self._plan.options.kv_commit)
+        growth = None if why_not else self._grow()
         after = self._cluster.account()
         self._screen.say("\n\n[dim]comparing with the single process ...[/dim]")
         return DemoResult(
@@ -158,7 +162,7 @@ class Demo:
             before=before,
             after=after,
             growth=growth,
-            must_grow=self._plan.options.kv_commit == "elastic",
+            why_no_growth=why_not,
         )
 
     def _send(self, prompt: Prompt) -> None:
@@ -187,17 +191,14 @@ class Demo:
 
     def _grow(self) -> GrowthInFlight | None:
         """Send a companion and, while its KV is on its way, prompts that do not fit beside it."""
-        if self._plan.options.kv_commit == "all":
-            return None
         for attempt in range(1, GROWTH_ATTEMPTS + 1):
             plan, router = self._plan, self._cluster.router
             free = int(router.status(self._cluster.decode).values["blocks_free"])
             room = free - plan.blocks(plan.companion_tokens)
             companion = f"companion-{attempt}"
             self._send(long_prompt(companion, plan.companion_tokens, attempt, plan.tokenizer))
-            self._cluster.wait(
-                self._is_handing_over, "first bytes of the companion", REQUEST_TIMEOUT_S
-            )
+            is_under_way = partial(self._is_under_way, self._streams[-1].completion)
+            self._cluster.wait(is_under_way, "first bytes of the companion", REQUEST_TIMEOUT_S)
             num_growers = min(MOST_GROWERS, max(1, room // plan.blocks(plan.grower_tokens) + 1))
             for index in range(num_growers):
                 name = f"grower-{attempt}" + (f".{index}" if index else "")
@@ -209,7 +210,10 @@ class Demo:
                 return found
         return None
 
-    def _is_handing_over(self) -> bool:
+    def _is_under_way(self, sent: Completion) -> bool:
+        """Its KV is on its way, or was, between two looks."""
+        if sent.output or sent.finished:
+            return True
         status = self._cluster.router.status(self._cluster.prefill)
         return int(status.values["handing_over"]) > 0
 

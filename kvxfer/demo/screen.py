@@ -132,7 +132,9 @@ def _verdict(result: DemoResult) -> list[str]:
             f"{-start:.0f} ms before and ended {end:.0f} ms after; {growth.landed_request} landed "
             "in the new range"
         )
-    elif result.must_grow:
+    elif result.why_no_growth:
+        lines.append(f"[dim]decode was not made to grow: {result.why_no_growth}[/dim]")
+    else:
         lines.append(f"{_mark(False)} decode did not grow while a transfer was under way")
     return lines
 

@@ -126,11 +126,24 @@ class Start:
             ensure_open_files(
                 sum(open_files_needed(one, one.capacity_blocks, LARGEST_CHUNK) for one in groups)
             )
+        self._check_budget(geometry)
         cache = KVCache(driver, geometry)
         self.undo.callback(cache.close)
         cache.extend([1] * len(capacities))
         self.runner.bind(cache.views)
         return cache
+
+    def _check_budget(self, geometry: CacheGeometry) -> None:
+        """Raises UsageError for one that is smaller than what the start commits at the least."""
+        given = self.options.kv_cache_memory_bytes
+        budget = given or self.available
+        least = geometry.committed_bytes([1] * len(geometry.groups))
+        if self.memory.policy.extensible and least > budget:
+            segments = sum(group.num_segments for group in geometry.groups)
+            granule = geometry.granularity
+            reason = f"{segments} segments with a granule of {granule} bytes each need {least}"
+            field = "kv_cache_memory_bytes" if given else "memory_budget_bytes"
+            raise UsageError(field, budget, reason)
 
     def connect(self, incarnation: str, cache: KVCache) -> Connector:
         """The connector, before warm-up is measured: its memory is in the account (S15)."""

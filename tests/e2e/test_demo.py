@@ -12,27 +12,28 @@ from support.models import write_model
 pytestmark = pytest.mark.usefixtures("leaves_nothing_behind")
 
 PAIRS = [
-    ("bundled", "LBHNC", "BLHNC"),
-    ("qwen3", "LHBNC", "LBNHC"),
-    ("mistral", "BLNHC", "BHLNC"),
+    ("bundled", "LBHNC", "BLHNC", "push"),
+    ("bundled", "LBHNC", "BLHNC", "pull"),
+    ("qwen3", "LHBNC", "LBNHC", "pull"),
+    ("deepseek_v3", "BLNHC", "BHLNC", "pull"),
 ]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The bundled model, and random weights in the shapes of two other families."""
+    """The bundled model, and random weights in the shapes of other families."""
     written = {
         family: write_model(
             tmp_path_factory.mktemp(family), family, num_hidden_layers=6, hidden_size=128,
             intermediate_size=512, max_position_embeddings=1536,
         )
-        for family in ("qwen3", "mistral")
+        for family in ("qwen3", "deepseek_v3")
     }  # fmt: skip
-    return {"bundled": TINY_MODEL, **written}
+    small = {f: write_model(tmp_path_factory.mktemp(f), f) for f in ("gemma2", "mistral", "t5")}
+    return {"bundled": TINY_MODEL, **written, **small}
 
 
-@pytest.mark.parametrize("lane", ["push", "pull"])
-@pytest.mark.parametrize(("family", "prefill", "decode"), PAIRS)
+@pytest.mark.parametrize(("family", "prefill", "decode", "lane"), PAIRS)
 def test_equals_a_single_process_while_the_cache_grows(
     family: str, prefill: str, decode: str, lane: str, models: dict[str, Path]
 ) -> None:
@@ -61,6 +62,26 @@ def test_equals_a_single_process_while_the_cache_grows(
     for request in result["requests"]:
         assert request["bytes"] == request["prompt_tokens"] * bytes_per_token(result)
         assert 1 <= request["output_tokens"] <= 24  # random weights may stop early
+
+
+@pytest.mark.parametrize(
+    ("family", "lane", "why_not"),
+    [("gemma2", "push", ""), ("mistral", "pull", "window"), ("t5", "pull", "encoder")],
+)
+def test_other_kinds_of_layers_equal_a_single_process_too(
+    family: str, lane: str, why_not: str, models: dict[str, Path]
+) -> None:
+    """Windows, some layers' or all, and cross attention. Where decode cannot be made to grow while
+    KV streams, that is said."""
+    done, result = demo("--model", str(models[family]), "--lane", lane, "--max-new-tokens", "24")
+    assert done.code == 0, done
+    assert result["ok"]
+    assert result["tokens_equal"]
+    assert result["kv_equal"]
+    assert result["grew_in_flight"] == (not why_not)
+    assert why_not in result["why_no_growth"]
+    for account in result["after"].values():
+        assert account["blocks_used"] == account["blocks_quarantined"] == 0
 
 
 def bytes_per_token(result: dict[str, list[dict[str, int]]]) -> float:

@@ -125,6 +125,7 @@ def test_an_explicit_size_gives_the_same_bits_and_is_exact(
     ("changes", "field"),
     [
         ({"kv_cache_memory_bytes": 1000}, "kv_cache_memory_bytes"),
+        ({"kv_cache_memory_bytes": 600_000, "kv_cache_layout": "LHBNC"}, "kv_cache_memory_bytes"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"enable_extensible_kv_cache": False, "kv_commit": "elastic"}, "kv_commit"),
     ],
