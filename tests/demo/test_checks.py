@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvxfer.demo.checks import GrowthInFlight, growth_in_flight, growths
+from kvxfer.cache.spec import GroupKind, KVCacheSpec
+from kvxfer.demo.checks import GrowthInFlight, growth_in_flight, growths, why_no_growth
 
 
 def end(request, start_ns, end_ns):
@@ -20,13 +21,13 @@ def generation(number, at_ns, old_blocks, new_blocks):
         "event": "generation",
         "generation": number,
         "at_ns": at_ns,
-        "old_blocks": old_blocks,
-        "new_blocks": new_blocks,
+        "old_blocks": [old_blocks],
+        "new_blocks": [new_blocks],
     }
 
 
 def filled(request, *blocks, at_ns=1000):
-    return {"event": "filled", "request": request, "blocks": list(blocks), "at_ns": at_ns}
+    return {"event": "filled", "request": request, "blocks": [list(blocks)], "at_ns": at_ns}
 
 
 FIRST = generation(1, 10, 1, 8)
@@ -72,3 +73,35 @@ def test_a_later_growth_may_prove_it():
     trace = [FIRST, SECOND, GROWER, third, filled("late", 20)]
     found = growth_in_flight([end("companion", 70, 90)], trace)
     assert (found.generation, found.landed_request) == (3, "late")
+
+
+def test_of_several_groups_each_counts_for_itself():
+    """Blocks of one group prove nothing of another; what grew is told as a sum."""
+    grown = {**SECOND, "old_blocks": [8, 4], "new_blocks": [16, 4]}
+    below = {**GROWER, "blocks": [[5, 7], [8, 9]]}
+    inside = {**GROWER, "blocks": [[5, 9], [1]]}
+    companion = [end("companion", 40, 60)]
+    assert growth_in_flight(companion, [FIRST, grown, below]) is None
+    found = growth_in_flight(companion, [FIRST, grown, inside])
+    assert (found.old_blocks, found.new_blocks) == (12, 20)
+
+
+FULL = KVCacheSpec(1, 1, 8, 8, "float32", 16)
+SLIDING = KVCacheSpec(1, 1, 8, 8, "float32", 16, GroupKind.SLIDING, 32)
+CROSS = KVCacheSpec(1, 1, 8, 8, "float32", 16, GroupKind.CROSS)
+
+
+@pytest.mark.parametrize(
+    "specs, commit, why",
+    [
+        ([FULL], "elastic", ""),
+        ([SLIDING, FULL], "elastic", ""),
+        ([FULL], "all", "from the start"),
+        ([SLIDING], "elastic", "window"),
+        ([FULL, CROSS], "elastic", "encoder"),
+    ],
+)
+def test_where_decode_cannot_be_made_to_grow_it_is_said_why(specs, commit, why):
+    found = why_no_growth(specs, commit)
+    assert bool(found) == bool(why)
+    assert why in found
