@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from kvxfer.cache.blocks import BlockAllocator, BlockCounts
-from kvxfer.errors import NoFreeBlocks
+from kvxfer.errors import CacheError, NoFreeBlocks
 
 Blocks = Sequence[Sequence[int]]
 """Block ids, group by group."""
@@ -18,8 +18,9 @@ Counts = Sequence[int]
 
 
 class BlockPools:
-    """One BlockAllocator for each group. A mutation that raises has changed nothing, as theirs;
-    what is given back is what one `allocate` gave out, or blocks of it."""
+    """One BlockAllocator for each group. An `allocate` or `lower` that raises has changed nothing.
+    What is given back is what one `allocate` gave out, or blocks of it: anything else is a bug of
+    ours, and may be found when earlier groups have changed."""
 
     def __init__(self, num_groups: int) -> None:
         """Only null blocks, until `grow`."""
@@ -49,6 +50,8 @@ class BlockPools:
 
     def allocate(self, num_blocks: Counts) -> list[list[int]]:
         """The lowest free blocks of each group. Raises NoFreeBlocks when one group lacks any."""
+        if min(num_blocks) < 0:
+            raise CacheError(f"cannot allocate {list(num_blocks)} blocks")
         if not self.can_allocate(num_blocks):
             free = [group.num_free for group in self.groups]
             raise NoFreeBlocks(f"asked for {list(num_blocks)} blocks, {free} are free")
@@ -82,7 +85,10 @@ class BlockPools:
     def lower(self, num_blocks: Counts) -> None:
         """Lower the bounds. Raises BlocksInUse as `check_unused`."""
         self.check_unused(num_blocks)
-        for group, bound in zip(self.groups, num_blocks, strict=True):
+        pairs = list(zip(self.groups, num_blocks, strict=True))
+        if not all(0 < bound <= group.num_blocks for group, bound in pairs):
+            raise CacheError(f"the bounds {self.num_blocks} are not lowered to {list(num_blocks)}")
+        for group, bound in pairs:
             group.lower(bound)
 
     def check_conservation(self) -> None:

@@ -23,6 +23,11 @@ LARGEST_CHUNK_TOKENS = 128
 WORKER_BUDGET_BYTES = 1 << 30
 """The most that a worker of the demo may use, weights and libraries included: enough to show
 growth, and small beside what else runs on the machine."""
+GPU_WORKER_BUDGET_BYTES = 4 << 30
+"""On a GPU, which the demo's workers share: what each measures of it includes what the others take
+while they start, a context of hundreds of MiB each."""
+NVIDIA_CONTROL = Path("/dev/nvidiactl")
+"""There where the kernel has NVIDIA's driver; asking torch would cost seconds."""
 NUM_WORKERS = 3
 """Prefill, decode, and the single process that they are compared with."""
 
@@ -127,8 +132,15 @@ def plan_demo(options: DemoOptions) -> DemoPlan:
             options.max_new_tokens,
             f"leaves {longest} of the model's {info.max_model_len} tokens for prompts, too few",
         )
-    budget = divide_budget(HostMemory().measure().free_bytes, NUM_WORKERS, WORKER_BUDGET_BYTES)
+    budget = worker_budget_bytes(options.device)
     return DemoPlan(options, info, tokenizer, prompts, budget, longest * 3 // 4, longest)
+
+
+def worker_budget_bytes(device: str) -> int:
+    """What each worker may use in all; `device` as the option has it."""
+    if device.startswith("cuda") or (device == "auto" and NVIDIA_CONTROL.exists()):
+        return GPU_WORKER_BUDGET_BYTES
+    return divide_budget(HostMemory().measure().free_bytes, NUM_WORKERS, WORKER_BUDGET_BYTES)
 
 
 def _check_length(prompt: Prompt, info: ModelInfo, max_new_tokens: int) -> None:

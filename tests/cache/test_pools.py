@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvxfer.cache.blocks import BlockCounts
 from kvxfer.cache.pools import BlockPools, reaches
-from kvxfer.errors import BlocksInUse, NoFreeBlocks
+from kvxfer.errors import BlocksInUse, CacheError, NoFreeBlocks
 
 NUM_GROUPS = 3
 MAX_BLOCKS = 9
@@ -171,3 +171,15 @@ def test_a_group_that_is_in_use_above_keeps_all_bounds(group):
 )
 def test_blocks_reach_a_bound_that_one_of_them_lies_at_or_above(blocks, bounds, answer):
     assert reaches(blocks, bounds) is answer
+
+
+@pytest.mark.parametrize(
+    "call, counts", [("allocate", [1, -1]), ("lower", [2, 0]), ("lower", [2, 9])]
+)
+def test_nonsense_for_a_later_group_changes_no_earlier_one(call, counts):
+    pools = BlockPools(2)
+    pools.grow([8, 8])
+    with pytest.raises(CacheError):
+        getattr(pools, call)(counts)
+    assert pools.num_blocks == [8, 8]
+    assert (pools.counts().free, pools.counts().used) == (14, 0)
