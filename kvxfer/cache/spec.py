@@ -80,8 +80,8 @@ class KVCacheSpec:
         return max(0, position - self.window + 1) if self.window else 0
 
     def kept(self, num_tokens: int) -> range:
-        """The entries that whatever follows `num_tokens` tokens may still read: the others' blocks
-        are used again, and do not travel. Empty where nothing is."""
+        """The entries, whole blocks, that whatever follows `num_tokens` tokens may still read: the
+        others' blocks are used again, and do not travel. May be empty."""
         end = self.num_blocks(num_tokens)
         return range(min(self.first_seen(num_tokens) // self.block_size, end), end)
 

@@ -80,8 +80,8 @@ class VirtualBuffer:
         """Back all of `ranges`, (offset, size) each and so far uncommitted, or none of them.
 
         Returns the new chunks, sorted. Raises CapacityExceeded beyond the reservation, MemoryPinned
-        where chunks are, CacheError for a misaligned, empty or overlapping range, DriverError or
-        OutOfMemory from the driver; in every case nothing has changed. (Should the driver refuse
+        where `pinned` chunks are, CacheError for a misaligned, empty or overlapping range,
+        DriverError or OutOfMemory; in every case nothing has changed. (Should the driver refuse
         the undoing as well, its error is raised and what could not be undone stays in `chunks`.)
         """
         base = self.base_address
