@@ -27,4 +27,4 @@ class BlockTable:
         two would lie in one block."""
         if len(entries) > len(self.blocks):
             raise CacheError(f"{len(entries)} entries of a table of {len(self.blocks)} blocks")
-        return [self.blocks[entry % len(self.blocks)] for entry in entries]
+        return [self.at(entry) for entry in entries]

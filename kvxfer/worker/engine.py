@@ -137,31 +137,33 @@ def start_engine(
         transfer = start.transfer_bytes(connector, before)
         warm_up = start.warm_up(cache, transfer, hooks)
         account = _account(start, warm_up, cache)
-        budget = start.budget(cache.geometry, account.kv)
-        if cache.geometry.bytes_of([2] * len(capacities)) > account.kv:
-            raise UsageError(
-                "memory_budget_bytes",
-                start.available,
-                f"leaves {account.kv} bytes for KV, too few for 2 blocks",
-            )
+        engine = Engine(
+            options=options,
+            info=start.info,
+            runner=start.runner,
+            driver=start.memory.driver,
+            cache=cache,
+            connector=connector,
+            pools=BlockPools(len(capacities)),
+            account=account,
+            budget=start.budget(cache.geometry, account.kv),
+        )
+        _tell(engine, start.available)
         undo.pop_all()
+    return engine
+
+
+def _tell(engine: Engine, available: int) -> None:
+    """Log the account and what it comes to. Raises UsageError where that is no cache."""
+    account = engine.account
+    if engine.cache.geometry.bytes_of([2] * len(engine.specs)) > account.kv:
+        reason = f"leaves {account.kv} bytes for KV, too few for 2 blocks"
+        raise UsageError("memory_budget_bytes", available, reason)
     for line in account.lines():
         logger.info("memory: %s", line)
-    engine = Engine(
-        options=options,
-        info=start.info,
-        runner=start.runner,
-        driver=start.memory.driver,
-        cache=cache,
-        connector=connector,
-        pools=BlockPools(len(capacities)),
-        account=account,
-        budget=budget,
-    )
     for spec, blocks in zip(engine.specs, engine.initial_blocks, strict=True):
         size = spec.block_size
         logger.info("memory: %d blocks of %d tokens, %s, at the start", blocks, size, spec.kind)
-    return engine
 
 
 def _account(start: Start, warm_up: WarmUp, cache: KVCache) -> MemoryAccount:
