@@ -42,7 +42,7 @@ def exercise_pair(
         agent.add_peer(peer, other.metadata([region]))
         undo.callback(agent.remove_peer, peer.agent)
     column = np.zeros(1, dtype=np.int64)
-    plan = TransferPlan(column, column, column + half)
+    plan = TransferPlan.of_runs(column, column, column + half)
     for direction in Direction:
         _finish(agents, agents[0].start(direction, peers[1], plan))
 

@@ -13,34 +13,76 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from kvxfer.cache.layout import AXES, GroupGeometry
 from kvxfer.errors import PlanError
+from kvxfer.transfer.boxes import Box
 from kvxfer.transfer.regions import Int64Array, RegionSet
+from kvxfer.transfer.runs import Runs, cut, runs_of, split
+
+_NO_EDGES: Int64Array = np.zeros(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class TransferPlan:
-    """Runs of bytes: sizes[i] bytes from src_offsets[i] to dst_offsets[i], int64, base-relative.
+    """What moves: `boxes` for who copies by address, `runs` for who needs descriptors.
 
-    No run crosses the edge of a region on either side. Destinations ascend and never overlap;
-    sources may repeat. No two runs could be one.
+    Boxes may reach across edges of regions, which lie at neighbouring addresses; runs may not.
     """
 
-    src_offsets: Int64Array
-    dst_offsets: Int64Array
-    sizes: Int64Array
+    boxes: tuple[Box, ...]
+    src_edges: Int64Array = field(default_factory=_NO_EDGES.copy)
+    """Ascending offsets at which runs are cut, on the source's side and on the destination's."""
+    dst_edges: Int64Array = field(default_factory=_NO_EDGES.copy)
+
+    @classmethod
+    def of_runs(cls, src: Int64Array, dst: Int64Array, sizes: Int64Array) -> TransferPlan:
+        """Runs as they are: a box for each size among them. Destinations must not overlap.
+
+        Raises PlanError for columns that are not int64 of one length.
+        """
+        if not src.shape == dst.shape == sizes.shape == (len(sizes),):
+            raise PlanError(f"columns of runs differ: {src.shape}, {dst.shape}, {sizes.shape}")
+        if not src.dtype == dst.dtype == sizes.dtype == np.int64:
+            raise PlanError(f"columns of runs: {src.dtype}, {dst.dtype}, {sizes.dtype}, not int64")
+        boxes = []
+        for size in np.unique(sizes).tolist():
+            same = np.flatnonzero(sizes == size)
+            same = same[np.argsort(dst[same], kind="stable")]
+            boxes.append(Box(src[same], dst[same], (), (), (), size))
+        return cls(tuple(boxes))
+
+    @cached_property
+    def runs(self) -> Runs:
+        """In the order of destination offsets, none across the edge of a region on either side,
+        and no two that could be one."""
+        runs = runs_of(self.boxes)
+        runs = split(runs, runs.src_offsets, self.src_edges)
+        return split(runs, runs.dst_offsets, self.dst_edges)
+
+    @property
+    def src_offsets(self) -> Int64Array:
+        return self.runs.src_offsets
+
+    @property
+    def dst_offsets(self) -> Int64Array:
+        return self.runs.dst_offsets
+
+    @property
+    def sizes(self) -> Int64Array:
+        return self.runs.sizes
 
     @property
     def num_runs(self) -> int:
-        return len(self.sizes)
+        return self.runs.num_runs
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
-        return int(self.sizes.sum())
+        return sum(box.total_bytes for box in self.boxes)
 
 
 @dataclass(frozen=True)
@@ -67,7 +109,11 @@ def plan_groups(
     if not len(src) == len(dst) == len(tokens):
         raise PlanError(f"groups differ: source {len(src)}, destination {len(dst)}")
     parts = [plan_transfer(*one) for one in zip(src, dst, tokens, strict=True)]
-    return _concatenate([part for part in parts if part.num_runs])
+    return TransferPlan(
+        tuple(box for part in parts for box in part.boxes),
+        np.concatenate([_NO_EDGES, *(part.src_edges for part in parts)]),
+        np.concatenate([_NO_EDGES, *(part.dst_edges for part in parts)]),
+    )
 
 
 def plan_transfer(
@@ -92,23 +138,22 @@ def plan_transfer(
         if tokens and tokens.start < side.first_entry * spec.block_size:
             raise PlanError(f"tokens: {tokens} begin before entry {side.first_entry} of the {name}")
     if not tokens or not layers:
-        return _concatenate([])
+        return TransferPlan(())
     pieces = list(_pieces(tokens, spec.block_size))
     src_end = _used_end(src, tokens, "source")
     dst_end = _used_end(dst, tokens, "destination")
     _check_unique(dst_end.blocks)
-    src_cuts = _cuts(src_end, src.regions, pieces, layers, "source")
-    dst_cuts = _cuts(dst_end, dst.regions, pieces, layers, "destination")
-    runs = _runs(src_end, dst_end, pieces, layers)
-    runs = _split(runs, runs.src_offsets, src_cuts)
-    return _split(runs, runs.dst_offsets, dst_cuts)
+    src_edges = _edges(src_end, src.regions, pieces, layers, "source")
+    dst_edges = _edges(dst_end, dst.regions, pieces, layers, "destination")
+    boxes = tuple(_box(src_end, dst_end, piece, layers) for piece in pieces)
+    return TransferPlan(boxes, src_edges, dst_edges)
 
 
 def _check_specs(src: GroupGeometry, dst: GroupGeometry) -> None:
-    for field in dataclasses.fields(src.spec):
-        ours, theirs = getattr(src.spec, field.name), getattr(dst.spec, field.name)
+    for one in dataclasses.fields(src.spec):
+        ours, theirs = getattr(src.spec, one.name), getattr(dst.spec, one.name)
         if ours != theirs:
-            raise PlanError(f"{field.name} differs: source {ours!r}, destination {theirs!r}")
+            raise PlanError(f"{one.name} differs: source {ours!r}, destination {theirs!r}")
 
 
 def _check_range(wanted: range, limit: int, name: str, container: str) -> None:
@@ -174,7 +219,7 @@ def _pieces(tokens: range, block_size: int) -> Iterator[_Piece]:
         yield _Piece(slice(last, last + 1), range(tail))
 
 
-def _cuts(
+def _edges(
     end: _End, regions: RegionSet, pieces: Sequence[_Piece], layers: range, name: str
 ) -> Int64Array:
     """Offsets at which a region starts inside a stretch that moves; often there are none.
@@ -183,38 +228,44 @@ def _cuts(
     the runs between two layouts may be one token of one head. Raises RegionError where a stretch
     is not covered.
     """
-    stretches = _runs(end, end, pieces, layers)
+    stretches = runs_of([_box(end, end, piece, layers) for piece in pieces])
     offsets, sizes = stretches.dst_offsets, stretches.sizes
-    parent, start, part = _cut(offsets, sizes, regions.starts)
+    parent, start, part = cut(offsets, sizes, regions.starts)
     regions.check_covers(offsets[parent] + start, part, name)
     inside = start > 0
     return np.unique(offsets[parent[inside]] + start[inside])
 
 
-def _runs(src: _End, dst: _End, pieces: Sequence[_Piece], layers: range) -> TransferPlan:
-    """The longest runs there are, blind to regions."""
-    return _coalesce(_concatenate([_enumerate(src, dst, piece, layers) for piece in pieces]))
-
-
-def _enumerate(src: _End, dst: _End, piece: _Piece, layers: range) -> TransferPlan:
-    """The runs of one piece, equal in size, in the order of destination offsets."""
+def _box(src: _End, dst: _End, piece: _Piece, layers: range) -> Box:
+    """The runs of one piece, blind to regions."""
     spec = src.geometry.spec
     src_blocks, dst_blocks = src.blocks[piece.entries], dst.blocks[piece.entries]
     by_destination = np.argsort(dst_blocks)
-    indices = {
-        "L": np.arange(layers.start, layers.stop),
-        "H": np.arange(spec.num_kv_heads),
-        "N": np.arange(piece.slots.start, piece.slots.stop),
-        "C": np.arange(spec.content_dim),
+    extents = {
+        "L": len(layers),
+        "H": spec.num_kv_heads,
+        "N": len(piece.slots),
+        "C": spec.content_dim,
     }
-    extents = {axis: len(along) for axis, along in indices.items()}
     inside, size = _common_run(src.strides, dst.strides, extents, spec.itemsize)
-    for axis in inside:
-        indices[axis] = indices[axis][:1]
-    order = sorted(AXES, key=dst.strides.__getitem__, reverse=True)
-    src_offsets = _offsets(src, order, {**indices, "B": src_blocks[by_destination]})
-    dst_offsets = _offsets(dst, order, {**indices, "B": dst_blocks[by_destination]})
-    return TransferPlan(src_offsets, dst_offsets, np.full(len(dst_offsets), size, np.int64))
+    outside = [axis for axis, extent in extents.items() if extent > 1 and axis not in inside]
+    outside.sort(key=dst.strides.__getitem__, reverse=True)
+    first = {"L": layers.start, "N": piece.slots.start}
+    return Box(
+        _starts(src, src_blocks[by_destination], first),
+        _starts(dst, dst_blocks[by_destination], first),
+        tuple(extents[axis] for axis in outside),
+        tuple(src.strides[axis] for axis in outside),
+        tuple(dst.strides[axis] for axis in outside),
+        size,
+    )
+
+
+def _starts(end: _End, blocks: Int64Array, first: Mapping[str, int]) -> Int64Array:
+    """Where the first byte that moves lies, block by block."""
+    strides = end.strides
+    base = end.geometry.offset + sum(index * strides[axis] for axis, index in first.items())
+    return blocks * strides["B"] + base
 
 
 def _common_run(
@@ -222,7 +273,7 @@ def _common_run(
 ) -> tuple[list[str], int]:
     """The axes inside the longest run that is contiguous on both sides, and its bytes.
 
-    B is not among them: block ids are arbitrary, and where they are not, `_coalesce` sees it.
+    B is not among them: block ids are arbitrary, and where they are not, `coalesce` sees it.
     """
     size = itemsize
     inside: list[str] = []
@@ -232,67 +283,3 @@ def _common_run(
         inside.append(axis)
         outside.remove(axis)
     return inside, size
-
-
-def _offsets(end: _End, order: Sequence[str], indices: Mapping[str, Int64Array]) -> Int64Array:
-    """The group's offset and index × stride summed over the axes, for every combination, last axis
-    of `order` fastest."""
-    strides = end.strides
-    found = np.full(1, end.geometry.offset, dtype=np.int64)
-    for axis in order:
-        found = np.add.outer(found, indices[axis] * strides[axis]).ravel()
-    return found
-
-
-def _concatenate(parts: Sequence[TransferPlan]) -> TransferPlan:
-    """All runs in the order of destination offsets; each part has it already."""
-    if len(parts) == 1:
-        return parts[0]
-    empty = np.zeros(0, dtype=np.int64)
-    src = np.concatenate([empty, *(part.src_offsets for part in parts)])
-    dst = np.concatenate([empty, *(part.dst_offsets for part in parts)])
-    sizes = np.concatenate([empty, *(part.sizes for part in parts)])
-    order = np.argsort(dst, kind="stable")  # merges ascending stretches: near linear here
-    return TransferPlan(src[order], dst[order], sizes[order])
-
-
-def _coalesce(runs: TransferPlan) -> TransferPlan:
-    """One run of each row of neighbours that adjoin on both sides."""
-    src, dst, sizes = runs.src_offsets, runs.dst_offsets, runs.sizes
-    starts = np.ones(runs.num_runs, dtype=np.bool_)
-    starts[1:] = (src[:-1] + sizes[:-1] != src[1:]) | (dst[:-1] + sizes[:-1] != dst[1:])
-    if starts.all():
-        return runs
-    first = np.flatnonzero(starts)
-    return TransferPlan(src[first], dst[first], np.add.reduceat(sizes, first))
-
-
-def _split(runs: TransferPlan, offsets: Int64Array, edges: Int64Array) -> TransferPlan:
-    """The runs, which lie at `offsets` on one side, cut at the `edges` of that side."""
-    if not len(edges):
-        return runs
-    parent, start, sizes = _cut(offsets, runs.sizes, edges)
-    return TransferPlan(runs.src_offsets[parent] + start, runs.dst_offsets[parent] + start, sizes)
-
-
-def _cut(
-    offsets: Int64Array, sizes: Int64Array, edges: Int64Array
-) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Cut each [offset, offset + size) at the ascending `edges` strictly inside it.
-
-    Returns, part by part: the index of what it is a part of, where it starts in that, its size.
-    """
-    after = np.searchsorted(edges, offsets, side="right")
-    until = np.searchsorted(edges, offsets + sizes, side="left")
-    if np.array_equal(after, until):  # the usual case, and most of the time is saved here
-        return np.arange(len(offsets)), np.zeros_like(offsets), sizes
-    num_parts = until - after + 1
-    parent = np.repeat(np.arange(len(offsets)), num_parts)
-    rank = np.arange(len(parent)) - (np.cumsum(num_parts) - num_parts)[parent]
-    ends_at_edge = np.flatnonzero(rank + 1 < num_parts[parent])
-    owner = parent[ends_at_edge]
-    stop = sizes[parent]
-    stop[ends_at_edge] = edges[after[owner] + rank[ends_at_edge]] - offsets[owner]
-    start = np.zeros_like(stop)
-    start[ends_at_edge + 1] = stop[ends_at_edge]
-    return parent, start, stop - start

@@ -107,7 +107,7 @@ def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
 def long_plan() -> TransferPlan:
     """The region onto itself, many times over: 256 MiB, which no socket buffer swallows."""
     offsets = np.tile(np.arange(REGION.offset, REGION.end, MIB, dtype=np.int64), 64)
-    return TransferPlan(offsets, offsets, np.full(len(offsets), MIB, dtype=np.int64))
+    return TransferPlan.of_runs(offsets, offsets, np.full(len(offsets), MIB, dtype=np.int64))
 
 
 def finish(connector: NixlConnector, ticket: int) -> str | None:
@@ -130,11 +130,11 @@ def swap_some_runs(connector: NixlConnector, window: np.ndarray, peer: Peer) -> 
     ours, theirs = window.copy(), peer.bytes.copy()
     here, there, size = REGION.offset + 3, REGION.offset + 2 * MIB, MIB + 1
     columns = [np.array([value], dtype=np.int64) for value in (here, there, size)]
-    push = connector.submit("peer", Direction.PUSH, TransferPlan(*columns))
+    push = connector.submit("peer", Direction.PUSH, TransferPlan.of_runs(*columns))
     assert finish(connector, push) is None
     theirs[there : there + size] = ours[here : here + size]
     np.testing.assert_array_equal(peer.bytes, theirs)
-    pull = connector.submit("peer", Direction.PULL, TransferPlan(*columns))
+    pull = connector.submit("peer", Direction.PULL, TransferPlan.of_runs(*columns))
     assert finish(connector, pull) is None
     ours[there : there + size] = theirs[here : here + size]
     np.testing.assert_array_equal(window, ours)

@@ -74,7 +74,7 @@ def stale(owner: Owner) -> Iterator[tuple[NixlConnector, TransferPlan]]:
     upper = [region for region in regions if region.offset]
     offsets = np.array([region.offset for region in upper], dtype=np.int64)
     sizes = np.array([region.size for region in upper], dtype=np.int64)
-    yield peer, TransferPlan(offsets, offsets, sizes)
+    yield peer, TransferPlan.of_runs(offsets, offsets, sizes)
     peer.close()
 
 

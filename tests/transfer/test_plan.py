@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvxfer.cache.layout import GroupGeometry, KVCacheLayout
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.errors import PlanError, RegionError
-from kvxfer.transfer.plan import CacheSide, plan_transfer
+from kvxfer.transfer.plan import CacheSide, TransferPlan, plan_transfer
 from kvxfer.transfer.regions import Region, RegionSet
 
 BUDGET = settings(max_examples=15, deadline=None, derandomize=True)
@@ -290,3 +290,11 @@ def test_a_block_beyond_the_capacity_is_not_a_block_of_the_next_segment(which, b
     src, dst = (bad, good) if which == "source" else (good, bad)
     with pytest.raises(PlanError, match=f"{which} block {block}"):
         plan_transfer(src, dst, range(4))
+
+
+def test_columns_of_runs_must_be_alike() -> None:
+    offsets = np.array([0, 4096], dtype=np.int64)
+    with pytest.raises(PlanError, match="columns"):
+        TransferPlan.of_runs(offsets, offsets, offsets[:1])
+    with pytest.raises(PlanError, match="int64"):
+        TransferPlan.of_runs(offsets, offsets, offsets.astype(np.int32))

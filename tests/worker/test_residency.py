@@ -425,7 +425,7 @@ def test_a_transfer_of_a_lost_peer_ends_in_an_error(cluster, monkeypatch):
     target = facts.regions[0]
     asked(cluster, decode, "shrink", [10], 5.0)
     column = [np.array([value]) for value in (wire.regions.regions[0].offset, target.offset, 64)]
-    wire.connector.submit("decode", Direction.PUSH, TransferPlan(*column))
+    wire.connector.submit("decode", Direction.PUSH, TransferPlan.of_runs(*column))
     (result,) = wire.connector.poll()
     assert result.error is not None and "no registered region" in result.error
 
