@@ -26,7 +26,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--result-json", type=Path, help="write outcomes, machine and versions to this file"
     )
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
     parser.addoption("--commit", default="", help="the commit that a --result-json is of")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--slow"):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="takes long: give --slow"))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -54,7 +54,7 @@ class TransferPlan:
             same = np.flatnonzero(sizes == size)
             same = same[np.argsort(dst[same], kind="stable")]
             boxes.append(Box(src[same], dst[same], (), (), (), size))
-        return cls(tuple(boxes))
+        return cls(tuple(boxes), dst_edges=np.unique(dst))  # neighbours stay apart
 
     @cached_property
     def runs(self) -> Runs:
