@@ -38,6 +38,8 @@ class TransferPlan:
     src_edges: Int64Array = field(default_factory=_NO_EDGES.copy)
     """Ascending offsets at which runs are cut, on the source's side and on the destination's."""
     dst_edges: Int64Array = field(default_factory=_NO_EDGES.copy)
+    given: Runs | None = None
+    """The runs, where they were not derived from boxes."""
 
     @classmethod
     def of_runs(cls, src: Int64Array, dst: Int64Array, sizes: Int64Array) -> TransferPlan:
@@ -54,12 +56,14 @@ class TransferPlan:
             same = np.flatnonzero(sizes == size)
             same = same[np.argsort(dst[same], kind="stable")]
             boxes.append(Box(src[same], dst[same], (), (), (), size))
-        return cls(tuple(boxes), dst_edges=np.unique(dst))  # neighbours stay apart
+        return cls(tuple(boxes), given=Runs(src, dst, sizes))
 
     @cached_property
     def runs(self) -> Runs:
         """In the order of destination offsets, none across the edge of a region on either side,
         and no two that could be one."""
+        if self.given is not None:
+            return self.given
         runs = runs_of(self.boxes)
         runs = split(runs, runs.src_offsets, self.src_edges)
         return split(runs, runs.dst_offsets, self.dst_edges)
