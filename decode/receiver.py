@@ -14,7 +14,6 @@ from kvxfer.control.messages import Confirmed, Done, Grant, PrefillRequest, Read
 from kvxfer.control.session import Peer
 from kvxfer.errors import WireError
 from kvxfer.telemetry.trace import Trace
-from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.plan import plan_groups
 from kvxfer.transfer.regions import RegionSet
 from kvxfer.transfer.sides import cache_sides, why_not_blocks
@@ -86,7 +85,8 @@ class Receiver:
             request.stats = add_movement(request.stats, movement)
             self._read_ended(request, movement)
 
-        self._transfer.move(peer.key, Direction.PULL, plan, ended)
+        assert peer.lane is not None
+        self._transfer.move(peer.key, peer.lane, plan, ended)
 
     def _read_ended(self, request: DecodeRequest, movement: Movement) -> None:
         if request.state is RequestState.ABORTING:

@@ -73,9 +73,14 @@ class WorkerOptions:
     kv_high_watermark: float = 1.0
     """Elastic: give memory back when a larger share than this was free for 10 s (1: never)."""
     lane: str = "auto"
-    """push, pull or auto (pull on GPUs, push on the host)."""
+    """push, pull or auto (whichever is quicker when lanes are tried out)."""
     connector: str = "auto"
-    """Module of connectors/ that moves KV (default: nixl)."""
+    """Modules of connectors/ that may move KV, separated by commas (default: nixl)."""
+    lane_test: bool = True
+    """Try lanes out with real bytes when a peer is met, and use the quickest."""
+    min_lane_gbps: float = 0.0
+    """Refuse a peer whose best lane is slower than this (default: warn below half of what the path
+    is known to give)."""
     is_connector_named: Annotated[bool, Parameter(show=False)] = False
     """Whether the user did: only then does its preference for a layout count."""
     threads: int = 1

@@ -69,7 +69,8 @@ class Sender:
                 job.failure = f"push to {job.peer.name} failed: {movement.error}"
             self._settle(job)
 
-        self._transfer.move(job.peer.key, Direction.PUSH, plan, ended)
+        assert job.peer.lane is not None
+        self._transfer.move(job.peer.key, job.peer.lane, plan, ended)
 
     def _offer(self, job: PrefillJob, tokens: range, timeout_s: float) -> None:
         final = tokens.stop == len(job.request.tokens)

@@ -30,7 +30,7 @@ def no_variable(monkeypatch):
 
 def found(connector_type=LoopbackConnector, connector="auto", specs=(FULL, SLIDING), **given):
     options = resolve(WorkerOptions(model=Path("m"), connector=connector, **given), "decode")
-    return [layout.value for layout in resolve_layouts(options, specs, connector_type)]
+    return [layout.value for layout in resolve_layouts(options, specs, {connector: connector_type})]
 
 
 def test_nobody_wants_anything():

@@ -128,7 +128,7 @@ def _answers(options: WorkerOptions, variant: Variant, max_new_tokens: int) -> l
     from kvxfer.bench.scratch import NoConnector
     from kvxfer.worker.engine import start_engine
 
-    engine = start_engine(options, NoConnector, "identity", _say)
+    engine = start_engine(options, {"none": NoConnector}, "identity", _say)
     try:
         engine.cache.extend(engine.initial_blocks)
         rounds = [_round(engine, options, max_new_tokens)]

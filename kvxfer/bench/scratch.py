@@ -41,7 +41,9 @@ class NoConnector(Connector):
     def describe(self, regions: Sequence[Region]) -> bytes:
         return b""
 
-    def connect(self, peer: str, base_address: int, description: bytes) -> None:
+    def connect(
+        self, peer: str, base_address: int, description: bytes, invitation: bytes = b""
+    ) -> None:
         raise ConnectorError(f"a bench without a connector cannot reach {peer}")
 
     def submit(self, peer: str, direction: Direction, plan: TransferPlan) -> int:

@@ -32,7 +32,7 @@ from kvxfer.config import WorkerOptions, resolve
 from kvxfer.memory.driver import VmmDriver
 from kvxfer.model.loader import inspect_model
 from kvxfer.model.runner import ModelRunner
-from kvxfer.transfer.connector import Connector, load_connector
+from kvxfer.transfer.connector import Connector, load_connectors
 from kvxfer.worker.engine import Engine, start_engine
 from kvxfer.worker.start import WarmUpHook
 
@@ -65,9 +65,9 @@ class ServiceSetup:
         return DraftSide(self.draft, self.device, told.threads, told.block_size, self.shape, undo)
 
     @property
-    def connector_type(self) -> type[Connector]:
-        name = self.options.connector
-        return load_connector(name) if name else NoConnector
+    def connectors(self) -> dict[str, type[Connector]]:
+        names = self.options.connector
+        return load_connectors(names) if names else {"none": NoConnector}
 
     def worker_options(
         self, budget_bytes: int, utilization: float | None, extensible: bool | None
@@ -182,7 +182,7 @@ def _started(
     setup: ServiceSetup, options: WorkerOptions, hooks: tuple[WarmUpHook, ...], undo: ExitStack
 ) -> Engine:
     """Warmed up, its account printed."""
-    engine = start_engine(options, setup.connector_type, "bench", _say, hooks)
+    engine = start_engine(options, setup.connectors, "bench", _say, hooks)
     undo.callback(engine.close)
     undo.callback(engine.connector.close)
     for line in engine.account.lines():

@@ -41,7 +41,7 @@ from kvxfer.control.cache_messages import (
 )
 from kvxfer.transfer.regions import Region
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,14 +55,19 @@ class WorkerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fingerprint of config and weights."""
     geometry: CacheGeometry
     base_address: int
-    connector: str
-    lane: str
-    """The direction asked for: push, pull or auto."""
+    lanes: list[str]
+    """Every connector and direction on offer (`kvxfer.transfer.lanes.Lane`)."""
+    host: str
+    """Identity of the running kernel: the same in all containers of a host."""
     device: str
+    tests_lanes: bool
+    """Whether it will try lanes out before one is chosen; both sides must."""
     regions: list[Region]
     generation: int
     description: bytes
-    """The connector's sealed description of the agent and of `regions`."""
+    """The connectors' sealed descriptions of their agents and of `regions`."""
+    invitation: bytes
+    """A one-time right to connect, for this Hello or Welcome."""
 
 
 class Hello(WireStruct, frozen=True):
@@ -74,8 +79,8 @@ class Hello(WireStruct, frozen=True):
 class Welcome(WireStruct, frozen=True):
     wire_version: int
     facts: WorkerFacts
-    direction: str
-    """push or pull: what `choose_direction` makes of both sides' facts."""
+    lane: str
+    """The first of the lanes that `candidates` makes of both sides' facts."""
 
 
 class Reject(WireStruct, frozen=True):

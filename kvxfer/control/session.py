@@ -19,7 +19,7 @@ from kvxfer.control.cache_messages import RegionsRevoke
 from kvxfer.control.messages import RegionsUpdate, WorkerFacts
 from kvxfer.errors import HandshakeRejected, WireError
 from kvxfer.transfer.connector import Direction
-from kvxfer.transfer.lanes import choose_direction
+from kvxfer.transfer.lanes import Lane, LaneSide, candidates
 from kvxfer.transfer.regions import Region, RegionSet
 
 
@@ -38,7 +38,12 @@ class Peer:
     last_seen_s: float
     state: PeerState = PeerState.GREETING
     facts: WorkerFacts | None = None
-    direction: Direction | None = None
+    lanes: tuple[Lane, ...] = ()
+    """Those that may work, best first as far as that is known without trying."""
+    reached: frozenset[str] = frozenset()
+    """Connectors of ours that know it."""
+    lane: Lane | None = None
+    """The one in use: the first, until another one was chosen."""
     regions: RegionSet = field(default_factory=RegionSet)
     hello_sent_s: float = 0.0
     """When we, who dialled, last greeted it; 0 when we did not."""
@@ -55,14 +60,19 @@ class Peer:
         greeted = self.state is PeerState.GREETING and self.hello_sent_s > 0
         return greeted or (self.state is PeerState.READY and self.facts is not None)
 
-    def learn(self, facts: WorkerFacts, direction: Direction) -> None:
+    @property
+    def direction(self) -> Direction | None:
+        return self.lane.direction if self.lane else None
+
+    def learn(self, facts: WorkerFacts, lanes: Sequence[Lane]) -> None:
         """Take over what Hello or Welcome said. Raises RegionError or WireError on bad regions."""
         if not 0 <= facts.base_address < MAX_ADDRESSES:
             raise WireError(f"{facts.worker_id}: base address {facts.base_address:#x}")
         _check_inside(facts, facts.regions)
         self.regions = RegionSet(tuple(facts.regions), facts.generation)
         self.facts = facts
-        self.direction = direction
+        self.lanes = tuple(lanes)
+        self.lane = self.lanes[0]
 
     def grow(self, update: RegionsUpdate) -> None:
         """Add published regions. Raises WireError when an update was lost in between, or a region
@@ -97,15 +107,12 @@ def _check_inside(facts: WorkerFacts, regions: Sequence[Region]) -> None:
             raise WireError(f"{facts.worker_id}: {region} ends beyond its {total_bytes} bytes")
 
 
-def agree(ours: WorkerFacts, theirs: WorkerFacts) -> Direction:
-    """The direction for a pair whose KV may flow; both sides compute the same answer.
+def agree(ours: WorkerFacts, theirs: WorkerFacts) -> list[Lane]:
+    """The lanes of a pair whose KV may flow, as `candidates`; both sides get the same answer.
 
     Raises HandshakeRejected naming the first field that differs.
     """
-    same: list[tuple[str, object, object]] = [
-        ("model", ours.model, theirs.model),
-        ("connector", ours.connector, theirs.connector),
-    ]
+    same: list[tuple[str, object, object]] = [("model", ours.model, theirs.model)]
     specs, others = ours.geometry.specs, theirs.geometry.specs
     same.append(("groups", len(specs), len(others)))
     for index, (spec, other) in enumerate(zip(specs, others, strict=False)):
@@ -117,4 +124,9 @@ def agree(ours: WorkerFacts, theirs: WorkerFacts) -> Direction:
             raise HandshakeRejected(name, mine, yours)
     if {ours.role, theirs.role} != {"prefill", "decode"}:
         raise HandshakeRejected("role", ours.role, theirs.role)
-    return choose_direction(ours.lane, theirs.lane, (ours.device, theirs.device))
+    return candidates(_side(ours), _side(theirs))
+
+
+def _side(facts: WorkerFacts) -> LaneSide:
+    """Raises WireError for what is no lane."""
+    return LaneSide(tuple(map(Lane.parse, facts.lanes)), facts.host, facts.device)

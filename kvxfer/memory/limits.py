@@ -139,3 +139,8 @@ def _key_values(text: str) -> dict[str, int]:
     """'Key: 12 kB' and 'key 12' lines as a dict."""
     rows = (line.replace(":", " ").split() for line in text.splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1}
+
+
+def host_identity() -> str:
+    """Names the running kernel: the same in all containers of a host, another after a reboot."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

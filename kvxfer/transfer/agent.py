@@ -137,7 +137,9 @@ class AgentConnector(Connector):
             transport=agent.metadata(regions),
         ).to_bytes()
 
-    def connect(self, peer: str, base_address: int, description: bytes) -> None:
+    def connect(
+        self, peer: str, base_address: int, description: bytes, invitation: bytes = b""
+    ) -> None:
         agent = self._open()
         told = Description.from_bytes(description)
         learnt = learn(self._peers, self._name, peer, base_address, told)

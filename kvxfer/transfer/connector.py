@@ -2,7 +2,8 @@
 
 A connector owns its transport (an agent, sockets, mappings) and nothing of the cache: its worker
 says which ranges are registered. All calls come from the worker's transfer thread, but for the
-constructor. Peers are named by the control plane; descriptions travel over it as opaque bytes.
+constructor and `invite`. Peers are named by the control plane; descriptions and invitations travel
+over it as opaque bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvxfer.errors import UsageError
+from kvxfer.memory.virtual_buffer import VirtualBuffer
 from kvxfer.transfer.plan import TransferPlan
 from kvxfer.transfer.regions import Region
 
@@ -36,6 +38,9 @@ class MemoryWindow:
     size_bytes: int
     device: str
     """torch's name of the device the memory is on."""
+    buffer: VirtualBuffer | None = None
+    """Whose chunks the regions are, each of the same offset and size; None for memory of another
+    kind, which no other process can map."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,8 @@ class Connector(ABC):
 
     preferred_layout: ClassVar[str] = ""
     """The layout it moves best, where it makes a difference; the user's word is above it."""
+    directions: ClassVar[frozenset[Direction]] = frozenset(Direction)
+    """Who may start a transfer."""
 
     @abstractmethod
     def __init__(self, agent_name: str, memory: MemoryWindow) -> None:
@@ -82,15 +89,33 @@ class Connector(ABC):
     def describe(self, regions: Sequence[Region]) -> bytes:
         """What a peer needs to reach this agent and exactly these registered `regions`."""
 
+    def invite(self) -> bytes:
+        """A one-time right to connect to us, for one Hello; b"" where none is asked for.
+
+        Any thread may call it.
+        """
+        return b""
+
     @abstractmethod
-    def connect(self, peer: str, base_address: int, description: bytes) -> None:
+    def connect(
+        self, peer: str, base_address: int, description: bytes, invitation: bytes = b""
+    ) -> None:
         """Learn a peer's agent, or more regions of one that is known already (additive).
 
-        Regions that a peer revoked are forgotten by `disconnect` and a new `connect`.
-
-        `base_address` is the peer's MemoryWindow's. A damaged description raises ConnectorError
-        and changes nothing.
+        `base_address` is the peer's MemoryWindow's, `invitation` what its `invite` said. A damaged
+        description raises ConnectorError and changes nothing.
         """
+
+    def renew(
+        self, peer: str, base_address: int, description: bytes, invitation: bytes = b""
+    ) -> None:
+        """`peer` revoked regions: forget all but what `description` names.
+
+        No transfer of ours with it is under way. When this returns, or raises, nothing here can
+        touch what was revoked: its owner unmaps it next.
+        """
+        self.disconnect(peer)
+        self.connect(peer, base_address, description, invitation)
 
     @abstractmethod
     def submit(self, peer: str, direction: Direction, plan: TransferPlan) -> int:
@@ -113,14 +138,25 @@ class Connector(ABC):
         """Release the transport. Idempotent."""
 
 
-def check_connector(name: str) -> None:
-    """Raise UsageError unless connectors/ has a module of this name. Imports nothing."""
-    if not name.isidentifier() or importlib.util.find_spec(f"connectors.{name}") is None:
-        raise UsageError("connector", name, "no such module in connectors/")
+def check_connectors(names: str) -> list[str]:
+    """The names in a comma-separated list. Raises UsageError unless connectors/ has a module for
+    each, named once. Imports nothing."""
+    found = [name.strip() for name in names.split(",")]
+    for name in found:
+        if not name.isidentifier() or importlib.util.find_spec(f"connectors.{name}") is None:
+            raise UsageError("connector", name, "no such module in connectors/")
+    if len(set(found)) != len(found):
+        raise UsageError("connector", names, "names a connector twice")
+    return found
 
 
 def load_connector(name: str) -> type[Connector]:
     """The connector of the module connectors.<name>, imported only when asked for."""
-    check_connector(name)
+    check_connectors(name)
     found: type[Connector] = importlib.import_module(f"connectors.{name}").CONNECTOR
     return found
+
+
+def load_connectors(names: str) -> dict[str, type[Connector]]:
+    """The connectors of a comma-separated list, by name."""
+    return {name: load_connector(name) for name in check_connectors(names)}

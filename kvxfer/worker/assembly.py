@@ -12,8 +12,10 @@ from kvxfer.config import WorkerOptions
 from kvxfer.control.channel import Channel
 from kvxfer.control.messages import WorkerFacts
 from kvxfer.errors import CacheError, WorkerDied
+from kvxfer.memory.limits import host_identity
 from kvxfer.telemetry.trace import Trace
-from kvxfer.transfer.connector import load_connector
+from kvxfer.transfer.connector import Direction, load_connectors
+from kvxfer.transfer.lanes import offered
 from kvxfer.worker.engine import Engine, start_engine
 from kvxfer.worker.growth import CacheGrowth
 from kvxfer.worker.loop import ControlLoop, Role
@@ -103,8 +105,9 @@ def serve(
     with contextlib.ExitStack() as undo:
         trace = Trace(options.worker_id, options.trace)
         undo.callback(trace.close)
-        connector_type = load_connector(options.connector)
-        engine = start_engine(options, connector_type, incarnation, announcer.step)
+        connectors = load_connectors(options.connector)
+        initiates = Direction.PULL if role == "decode" else Direction.PUSH
+        engine = start_engine(options, connectors, incarnation, announcer.step, initiates=initiates)
         reports: Mailbox[Report] = Mailbox()
         undo.callback(reports.close)
         parts = _assemble(role, options, engine, channel, reports, trace, incarnation)
@@ -143,6 +146,8 @@ def _assemble(
     transfer = TransferThread(engine.connector, engine.cache, reports, engine.enter_thread)
     growth = CacheGrowth(engine, transfer, trace)
 
+    lanes = [str(lane) for lane in offered(engine.connector.connectors, options.lane)]
+
     def facts() -> WorkerFacts:
         return WorkerFacts(
             role=role,
@@ -151,12 +156,14 @@ def _assemble(
             model=engine.info.fingerprint,
             geometry=engine.cache.geometry,
             base_address=engine.cache.buffer.base_address,
-            connector=options.connector,
-            lane=options.lane,
+            lanes=lanes,
+            host=host_identity(),
+            tests_lanes=options.lane_test,
             device=engine.driver.device,
             regions=list(growth.regions.regions),
             generation=growth.regions.generation,
             description=growth.description,
+            invitation=engine.connector.invite(),
         )
 
     peers = PeerTable(options, channel, transfer, facts)

@@ -7,7 +7,7 @@ The steps themselves are in `worker.start`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,7 +29,8 @@ from kvxfer.errors import UsageError
 from kvxfer.memory.driver import VmmDriver
 from kvxfer.model.loader import ModelInfo
 from kvxfer.model.runner import ModelRunner
-from kvxfer.transfer.connector import Connector
+from kvxfer.transfer.connector import Connector, Direction
+from kvxfer.transfer.multi import MultiConnector
 from kvxfer.worker.start import Progress, Start, WarmUpHook
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class Engine:
     runner: ModelRunner
     driver: VmmDriver
     cache: KVCache
-    connector: Connector
+    connector: MultiConnector
     """Made before warm-up was measured, so that its memory is in the account."""
     pools: BlockPools
     account: MemoryAccount
@@ -117,23 +118,25 @@ class Engine:
 
 def start_engine(
     options: WorkerOptions,
-    connector_type: type[Connector],
+    connectors: Mapping[str, type[Connector]],
     incarnation: str,
     progress: Progress,
     hooks: Sequence[WarmUpHook] = (),
+    initiates: Direction = Direction.PULL,
 ) -> Engine:
     """Load the model, reserve the cache, warm up, measure. Leaves nothing behind on failure.
 
-    `hooks` are run in warm-up and measured: whatever else will allocate in service (S18).
+    `connectors` by name; `initiates` says which transfers this worker starts. `hooks` are run in
+    warm-up and measured: whatever else will allocate in service (S18).
     """
     with ExitStack() as undo:
-        start = Start(options, connector_type, progress, undo)
+        start = Start(options, connectors, progress, undo)
         capacities = start.capacities()
         if not start.memory.policy.extensible:
             capacities = start.estimate(capacities)
         cache = start.reserve(capacities)
         before = start.meter.used_bytes(0)
-        connector = start.connect(incarnation, cache)
+        connector = start.connect(incarnation, cache, initiates)
         transfer = start.transfer_bytes(connector, before)
         warm_up = start.warm_up(cache, transfer, hooks)
         account = _account(start, warm_up, cache)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvxfer.cache.layout import KVCacheLayout
 from kvxfer.cache.layout_choice import Wish, choose_layouts
@@ -24,16 +24,18 @@ def asked_layout(options: WorkerOptions) -> Wish:
 
 
 def resolve_layouts(
-    options: WorkerOptions, specs: Sequence[KVCacheSpec], connector_type: type[Connector]
+    options: WorkerOptions, specs: Sequence[KVCacheSpec], connectors: Mapping[str, type[Connector]]
 ) -> list[KVCacheLayout]:
     """One layout for each group, each logged with its reason. Raises UsageError on a conflict."""
-    preference = connector_type.preferred_layout if options.is_connector_named else ""
+    named = connectors if options.is_connector_named else {}
+    wishes = [(kind.preferred_layout, name) for name, kind in named.items()]
+    preference, connector = next((wish for wish in wishes if wish[0]), ("", ""))
     choices = choose_layouts(
         [spec.kind for spec in specs],
         override=Wish(options.kv_cache_layout_override, "a test's override"),
         forced=Wish(REQUIRED_LAYOUT, "the attention backend"),
         asked=asked_layout(options),
-        preferred=Wish(preference, f"preferred by the {options.connector} connector"),
+        preferred=Wish(preference, f"preferred by the {connector} connector"),
     )
     for spec, choice in zip(specs, choices, strict=True):
         window = f" window of {spec.window}," if spec.window else ""

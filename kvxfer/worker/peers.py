@@ -124,15 +124,14 @@ class PeerTable:
         """Idempotent: a Hello that is repeated is answered again."""
         peer = self._peers.get(key) or Peer(key, time.monotonic())
         try:
-            direction = agree(self._facts(), facts)
-            peer.learn(facts, direction)
+            peer.learn(facts, agree(self._facts(), facts))
         except KvxferError as error:
             self._reject(key, error)
             return
         self._replace_older(peer)
         self.holders.met(facts)
         self._peers[key] = peer
-        self._load(peer, lambda: Welcome(WIRE_VERSION, self._facts(), direction))
+        self._load(peer, lambda: Welcome(WIRE_VERSION, self._facts(), str(peer.lane)))
 
     def _replace_older(self, peer: Peer) -> None:
         for old in list(self._peers.values()):
@@ -158,11 +157,11 @@ class PeerTable:
         if welcome.wire_version != WIRE_VERSION:
             raise HandshakeRejected("wire_version", WIRE_VERSION, welcome.wire_version)
         ours = self._facts()
-        direction = agree(ours, welcome.facts)
-        if welcome.direction != direction:
-            raise HandshakeRejected("direction", direction, welcome.direction)
+        lanes = agree(ours, welcome.facts)
+        if welcome.lane != str(lanes[0]):
+            raise HandshakeRejected("lane", lanes[0], welcome.lane)
         restarted = peer.facts and peer.facts.incarnation != welcome.facts.incarnation
-        peer.learn(welcome.facts, direction)
+        peer.learn(welcome.facts, lanes)
         self.holders.met(welcome.facts)
         if restarted:
             self.on_fenced(peer.name)
@@ -212,7 +211,7 @@ class PeerTable:
                 return
             self._ack(peer, generation)
             if newly:
-                logger.info("peer %s is ready, lane: %s", peer.name, peer.direction)
+                logger.info("peer %s is ready, lane: %s", peer.name, peer.lane)
                 self.on_ready(peer)
 
         self._connect(peer, peer.facts.description, loaded)
@@ -222,18 +221,21 @@ class PeerTable:
     ) -> None:
         assert peer.facts is not None
 
-        def done(_: None) -> None:
-            if self._peers.get(peer.key) is peer and peer.state is not PeerState.GONE:
+        key, base_address = peer.key, peer.facts.base_address
+
+        def done(reached: frozenset[str]) -> None:
+            if self._peers.get(key) is peer and peer.state is not PeerState.GONE:
+                peer.reached = reached
                 loaded()
 
-        connect = self._transfer.renew if renew else self._transfer.connect
-        connect(
-            peer.key,
-            peer.facts.base_address,
-            description,
-            done,
-            lambda error: self.lose(peer.key, str(error)),
-        )
+        def failed(error: KvxferError) -> None:
+            self.lose(key, str(error))
+
+        if renew:
+            self._transfer.renew(key, base_address, description, done, failed)
+        else:
+            invitation = peer.facts.invitation
+            self._transfer.connect(key, base_address, description, invitation, done, failed)
 
     def _ack(self, peer: Peer, generation: int) -> None:
         self.send(peer.key, RegionsAck(generation))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from kvxfer.config import WorkerOptions, check_device, resolve
 from kvxfer.control.channel import Channel, check_loopback
 from kvxfer.errors import KvxferError, UsageError, WorkerDied
-from kvxfer.transfer.connector import check_connector
+from kvxfer.transfer.connector import check_connectors
 from kvxfer.transfer.lanes import LANES
 from kvxfer.worker.layouts import asked_layout
 
@@ -119,7 +119,7 @@ def _check_cheaply(options: WorkerOptions) -> None:
     """Refuse bad values before seconds are spent on imports."""
     asked_layout(options).by_kind()
     check_device(options.device)
-    check_connector(options.connector)
+    check_connectors(options.connector)
     if options.lane not in LANES:
         raise UsageError("lane", options.lane, f"must be one of {', '.join(LANES)}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -19,7 +19,8 @@ from kvxfer.memory.usage import UsageMeter
 from kvxfer.memory.virtual_buffer import VirtualBuffer
 from kvxfer.model.loader import inspect_model
 from kvxfer.model.runner import ModelRunner
-from kvxfer.transfer.connector import Connector, MemoryWindow
+from kvxfer.transfer.connector import Connector, Direction, MemoryWindow
+from kvxfer.transfer.multi import MultiConnector
 from kvxfer.worker.device import resolve_device, resolve_memory
 from kvxfer.worker.layouts import resolve_layouts
 
@@ -48,14 +49,14 @@ class Start:
     def __init__(
         self,
         options: WorkerOptions,
-        connector_type: type[Connector],
+        connectors: Mapping[str, type[Connector]],
         progress: Progress,
         undo: ExitStack,
     ) -> None:
         self.options = options
         self.progress = progress
         self.undo = undo
-        self._connector_type = connector_type
+        self._connectors = connectors
         self.info = inspect_model(options.model)
         device = resolve_device(options.device)
         self.memory = resolve_memory(options, device)
@@ -66,7 +67,7 @@ class Start:
         self.runner = self._load(device)
         self.weights = self.meter.used_bytes(0)
         self.specs = self.runner.probe_specs(options.block_size)
-        self.layouts = resolve_layouts(options, self.specs, connector_type)
+        self.layouts = resolve_layouts(options, self.specs, connectors)
 
     def _warn_if_shared(self) -> None:
         shared = self.meter.shared_with()
@@ -145,20 +146,21 @@ class Start:
             field = "kv_cache_memory_bytes" if given else "memory_budget_bytes"
             raise UsageError(field, budget, reason)
 
-    def connect(self, incarnation: str, cache: KVCache) -> Connector:
-        """The connector, before warm-up is measured: its memory is in the account (S15)."""
+    def connect(self, incarnation: str, cache: KVCache, initiates: Direction) -> MultiConnector:
+        """The connectors, before warm-up is measured: its memory is in the account (S15)."""
         options = self.options
-        self.progress(f"starting the {options.connector} connector")
-        window = MemoryWindow(
-            cache.buffer.base_address, cache.geometry.total_bytes, self.memory.driver.device
-        )
-        connector = self._connector_type(f"{options.worker_id}.{incarnation}", window)
+        self.progress(f"starting connectors: {', '.join(self._connectors)}")
+        device = self.memory.driver.device
+        buffer = cache.buffer if self.memory.policy.extensible else None
+        window = MemoryWindow(cache.buffer.base_address, cache.geometry.total_bytes, device, buffer)
+        agent = f"{options.worker_id}.{incarnation}"
+        connector = MultiConnector.open(self._connectors, agent, window, initiates)
         self.undo.callback(connector.close)
         return connector
 
-    def transfer_bytes(self, connector: Connector, before: int) -> int:
-        """What the connector takes of the device when it moves something; `before` was used before
-        it was made. Tried on scratch memory of the cache's kind, which is given back."""
+    def transfer_bytes(self, connector: MultiConnector, before: int) -> int:
+        """What the connectors take of the device when they move something; `before` was used before
+        they were made. Tried on scratch memory of the cache's kind, which is given back."""
         driver = self.memory.driver
         size = -(-SCRATCH_BYTES // driver.granularity) * driver.granularity
         with VirtualBuffer(driver, 2 * size) as buffer:

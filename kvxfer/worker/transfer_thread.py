@@ -11,7 +11,8 @@ from functools import partial
 from kvxfer.cache.kv_cache import Extension, KVCache
 from kvxfer.errors import ConnectorError, KvxferError
 from kvxfer.telemetry.trace import now_ns
-from kvxfer.transfer.connector import Connector, Direction
+from kvxfer.transfer.lanes import Lane
+from kvxfer.transfer.multi import MultiConnector
 from kvxfer.transfer.plan import TransferPlan
 from kvxfer.transfer.regions import Region
 from kvxfer.worker.mailbox import Mailbox
@@ -67,7 +68,7 @@ class TransferThread(WorkThread):
 
     def __init__(
         self,
-        connector: Connector,
+        connector: MultiConnector,
         cache: KVCache,
         reports: Mailbox[Report],
         begin: Callable[[], None] = lambda: None,
@@ -87,7 +88,7 @@ class TransferThread(WorkThread):
     def move(
         self,
         peer: str,
-        direction: Direction,
+        lane: Lane,
         plan: TransferPlan,
         ended: Callable[[Movement], None],
     ) -> None:
@@ -96,7 +97,7 @@ class TransferThread(WorkThread):
 
         def run() -> None:
             flight = _Flight(peer, plan, now_ns(), ended)
-            ticket = self._connector.submit(peer, direction, plan)
+            ticket = self._connector.submit(peer, lane, plan)
             self._flights[ticket] = flight
 
         def failed(error: KvxferError) -> None:
@@ -119,11 +120,14 @@ class TransferThread(WorkThread):
         peer: str,
         base_address: int,
         description: bytes,
-        done: Callable[[None], None],
+        invitation: bytes,
+        done: Callable[[frozenset[str]], None],
         failed: Callable[[KvxferError], None],
     ) -> None:
-        def run() -> None:
-            self._connector.connect(peer, base_address, description)
+        """`done` is told which connectors know the peer now."""
+
+        def run() -> frozenset[str]:
+            return self._connector.connect(peer, base_address, description, invitation)
 
         self._in_turn(peer, Job(run, done, failed))
 
@@ -132,15 +136,14 @@ class TransferThread(WorkThread):
         peer: str,
         base_address: int,
         description: bytes,
-        done: Callable[[None], None],
+        done: Callable[[frozenset[str]], None],
         failed: Callable[[KvxferError], None],
     ) -> None:
-        """Forget the peer and learn it afresh, once our transfers with it have ended: it revoked
-        regions, and a transport only ever adds. Those that come meanwhile wait."""
+        """Learn the peer afresh, once our transfers with it have ended: it revoked regions. Those
+        that come meanwhile wait."""
 
-        def run() -> None:
-            self._connector.disconnect(peer)
-            self._connector.connect(peer, base_address, description)
+        def run() -> frozenset[str]:
+            return self._connector.renew(peer, base_address, description)
 
         renewal = Job(run, done, failed)
         self.submit(lambda: self._renewals.setdefault(peer, []).append(renewal), _ignore, failed)

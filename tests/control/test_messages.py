@@ -37,12 +37,14 @@ FACTS = m.WorkerFacts(
     model="f" * 32,
     geometry=GEOMETRY,
     base_address=0x7F0000000000,
-    connector="nixl",
-    lane="auto",
+    lanes=["nixl/push", "nixl/pull"],
+    host="one",
+    tests_lanes=True,
     device="cuda:1",
     regions=[Region(0, 4096), Region(4096, 65536)],
     generation=3,
     description=bytes(range(256)),
+    invitation=b"",
 )
 STATS = m.TransferStats(1 << 40, 2, 3, 4, 5, 6)
 EXAMPLES = [

@@ -15,7 +15,7 @@ from kvxfer.control.messages import RegionsUpdate, WorkerFacts
 from kvxfer.control.session import Peer, agree
 from kvxfer.errors import HandshakeRejected, RegionError, WireError
 from kvxfer.transfer.connector import Direction
-from kvxfer.transfer.lanes import choose_direction
+from kvxfer.transfer.lanes import Lane
 from kvxfer.transfer.regions import Region
 
 SPEC = {
@@ -26,6 +26,9 @@ SPEC = {
     "dtype": "float32",
     "block_size": 4,
 }
+
+
+LANES = ["nixl/push", "nixl/pull"]
 
 
 def make_facts(role, layout="LBHNC", capacity=16, spec=None, more=(), **changes):
@@ -40,21 +43,23 @@ def make_facts(role, layout="LBHNC", capacity=16, spec=None, more=(), **changes)
         model="m",
         geometry=geometry,
         base_address=1 << 30,
-        connector="nixl",
-        lane="auto",
+        lanes=LANES,
+        host="one",
+        tests_lanes=True,
         device="cpu",
         regions=[Region(0, 4096)],
         generation=1,
         description=b"",
+        invitation=b"",
     )
     return msgspec.structs.replace(facts, **changes)
 
 
 PREFILL = make_facts("prefill")
+NIXL_PUSH, NIXL_PULL = (Lane("nixl", direction) for direction in Direction)
 
 DIFFERENCES = {
     "model": {"model": "other"},
-    "connector": {"connector": "loopback"},
     "num_layers": {"spec": {"num_layers": 3}},
     "num_kv_heads": {"spec": {"num_kv_heads": 1}},
     "head_dim_k": {"spec": {"head_dim_k": 16}},
@@ -63,7 +68,8 @@ DIFFERENCES = {
     "block_size": {"spec": {"block_size": 16}},
     "kind": {"spec": {"kind": GroupKind.CROSS}},
     "role": {"role": "prefill"},
-    "lane": {"lane": "pull"},
+    "connector": {"lanes": ["loopback/push", "loopback/pull"]},
+    "lane": {"lanes": ["nixl/pull"]},
 }
 ORDER = list(DIFFERENCES)
 
@@ -73,13 +79,15 @@ def different(*fields):
     for field in fields:
         for key, value in DIFFERENCES[field].items():
             changes[key] = changes[key] | value if key == "spec" else value
+    if {"connector", "lane"} <= set(fields):
+        changes["lanes"] = ["loopback/pull"]
     role = changes.pop("role", "decode")
     return make_facts(role, **changes)
 
 
 @pytest.mark.parametrize("field", ORDER)
 def test_each_field_is_named_from_both_ends(field):
-    ours = msgspec.structs.replace(PREFILL, lane="push")
+    ours = msgspec.structs.replace(PREFILL, lanes=["nixl/push"])
     theirs = different(field)
     with pytest.raises(HandshakeRejected) as here:
         agree(ours, theirs)
@@ -93,7 +101,7 @@ def test_each_field_is_named_from_both_ends(field):
 
 @pytest.mark.parametrize("pair", list(itertools.combinations(ORDER, 2)), ids="-".join)
 def test_the_first_difference_is_the_one_that_is_named(pair):
-    ours = msgspec.structs.replace(PREFILL, lane="push")
+    ours = msgspec.structs.replace(PREFILL, lanes=["nixl/push"])
     with pytest.raises(HandshakeRejected) as error:
         agree(ours, different(*pair))
     assert error.value.field == min(pair, key=ORDER.index)
@@ -102,7 +110,7 @@ def test_the_first_difference_is_the_one_that_is_named(pair):
 @pytest.mark.parametrize("layout", KVCacheLayout)
 def test_layout_capacity_and_device_may_differ(layout):
     theirs = make_facts("decode", layout=layout, capacity=99, device="cpu")
-    assert agree(PREFILL, theirs) is agree(theirs, PREFILL) is Direction.PUSH
+    assert agree(PREFILL, theirs) == agree(theirs, PREFILL) == [NIXL_PUSH, NIXL_PULL]
 
 
 @pytest.mark.parametrize("roles", [("single", "decode"), ("prefill", ""), ("decode", "decode")])
@@ -111,36 +119,10 @@ def test_only_prefill_and_decode_make_a_pair(roles):
         agree(make_facts(roles[0]), make_facts(roles[1]))
 
 
-CHOICES = [
-    ("auto", "auto", ("cpu", "cpu"), "push"),
-    ("auto", "auto", ("cuda:0", "cpu"), "pull"),
-    ("auto", "auto", ("cpu", "cuda:1"), "pull"),
-    ("auto", "auto", ("cuda:0", "cuda:1"), "pull"),
-    ("push", "auto", ("cuda:0", "cuda:0"), "push"),
-    ("auto", "push", ("cuda:0", "cuda:0"), "push"),
-    ("pull", "auto", ("cpu", "cpu"), "pull"),
-    ("pull", "pull", ("cpu", "cpu"), "pull"),
-    ("push", "push", ("cuda:0", "cpu"), "push"),
-]
-
-
-@pytest.mark.parametrize("ours, theirs, devices, direction", CHOICES)
-def test_the_direction_is_the_same_from_both_ends(ours, theirs, devices, direction):
-    assert choose_direction(ours, theirs, devices) == direction
-    assert choose_direction(theirs, ours, devices[::-1]) == direction
-
-
-@pytest.mark.parametrize("lanes", [("push", "pull"), ("auto", "sideways"), ("up", "up"), ("", "")])
-def test_lanes_that_do_not_fit_or_do_not_exist_are_refused(lanes):
-    for ours, theirs in (lanes, lanes[::-1]):
-        with pytest.raises(HandshakeRejected, match="lane"):
-            choose_direction(ours, theirs, ("cpu", "cpu"))
-
-
 @pytest.fixture
 def peer():
     found = Peer("in:00", 0.0)
-    found.learn(make_facts("decode", capacity=1000), Direction.PUSH)
+    found.learn(make_facts("decode", capacity=1000), [NIXL_PUSH])
     return found
 
 
@@ -177,17 +159,17 @@ def test_facts_with_impossible_regions_are_refused(peer):
     before = peer.regions, peer.facts
     for regions in ([Region(2**64 - 2, 1)], [Region(4096, 4096), Region(0, 4096)]):
         with pytest.raises((WireError, RegionError)):
-            peer.learn(make_facts("decode", regions=regions), Direction.PULL)
+            peer.learn(make_facts("decode", regions=regions), [NIXL_PULL])
     for address in (-1, 1 << 47, 2**64 - 1):
         with pytest.raises(WireError, match="base address"):
-            peer.learn(make_facts("decode", base_address=address), Direction.PULL)
+            peer.learn(make_facts("decode", base_address=address), [NIXL_PULL])
     assert (peer.regions, peer.facts) == before
 
 
 def test_a_peer_is_called_by_its_worker_id_once_that_is_known():
     stranger = Peer("in:ab", 0.0)
     assert stranger.name == "in:ab"
-    stranger.learn(make_facts("decode"), Direction.PUSH)
+    stranger.learn(make_facts("decode"), [NIXL_PUSH])
     assert stranger.name == "decode-0"
 
 
@@ -200,7 +182,7 @@ def test_what_is_revoked_is_gone_and_names_the_lowest_block(layout):
     regions = [Region(start, 4096) for start in starts if stride > 4096]
     regions += [Region(start + 4096, stride - 4096) for start in starts if stride > 4096]
     peer = Peer("in:00", 0.0)
-    peer.learn(msgspec.structs.replace(facts, regions=sorted(regions)), Direction.PUSH)
+    peer.learn(msgspec.structs.replace(facts, regions=sorted(regions)), [NIXL_PUSH])
     upper = [region for region in regions if region.offset % stride]
     assert peer.drop(RegionsRevoke(1, upper, b"")) == [4096 // size]
     assert peer.regions.generation == 1
@@ -216,7 +198,7 @@ def test_a_revoked_region_over_several_segments_may_hold_any_block():
     stride = facts.geometry.groups[0].segment_stride_bytes
     odd = Region(stride - 4096, 8192)
     peer = Peer("in:00", 0.0)
-    peer.learn(msgspec.structs.replace(facts, regions=[odd]), Direction.PUSH)
+    peer.learn(msgspec.structs.replace(facts, regions=[odd]), [NIXL_PUSH])
     assert peer.drop(RegionsRevoke(1, [odd], b"")) == [0]
 
 
@@ -279,7 +261,7 @@ def test_the_same_groups_in_another_order_are_refused():
 def test_each_groups_layout_may_differ(layouts):
     theirs = several("decode", SLIDING, LATENT, layouts=layouts, capacity=99)
     ours = several("prefill", SLIDING, LATENT)
-    assert agree(ours, theirs) is agree(theirs, ours) is Direction.PUSH
+    assert agree(ours, theirs) == agree(theirs, ours) == [NIXL_PUSH, NIXL_PULL]
 
 
 def bytes_of_block(group, block):
@@ -311,7 +293,7 @@ def test_what_is_revoked_names_the_lowest_block_of_each_group(layouts, capacity,
     region = Region(start, data.draw(st.integers(1, total - start)))
     facts = msgspec.structs.replace(make_facts("decode"), geometry=geometry, regions=[region])
     peer = Peer("in:00", 0.0)
-    peer.learn(facts, Direction.PUSH)
+    peer.learn(facts, [NIXL_PUSH])
     found = peer.drop(RegionsRevoke(1, [region], b""))
     for group, lowest in zip(geometry.groups, found, strict=True):
         touched = [
@@ -336,7 +318,7 @@ def test_a_group_that_nothing_was_revoked_of_keeps_all_its_blocks():
     regions = [Region(group.offset, 4096) for group in groups]
     for index, region in enumerate(regions):
         peer = Peer("in:00", 0.0)
-        peer.learn(msgspec.structs.replace(facts, regions=regions), Direction.PUSH)
+        peer.learn(msgspec.structs.replace(facts, regions=regions), [NIXL_PUSH])
         expected = [group.capacity_blocks for group in groups]
         expected[index] = 0
         assert peer.drop(RegionsRevoke(1, [region], b"")) == expected

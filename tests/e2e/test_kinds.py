@@ -61,7 +61,8 @@ KINDS = {
 
 
 def start(connector: type, options: WorkerOptions, incarnation: str) -> Engine:
-    return start_engine(options, connector, incarnation, lambda text: None)
+    name = connector.__module__.rpartition(".")[2]
+    return start_engine(options, {name: connector}, incarnation, lambda text: None)
 
 
 def real_options(model: Path, layout: str, **changes: Any) -> dict[str, Any]:

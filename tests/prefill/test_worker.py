@@ -20,6 +20,7 @@ from kvxfer.control.messages import (
 )
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.digest import block_digests
+from kvxfer.transfer.lanes import Lane
 from kvxfer.transfer.plan import CacheSide, plan_transfer
 from kvxfer.transfer.regions import RegionSet
 
@@ -34,7 +35,7 @@ def pull(cluster, wire, offers):
         source = CacheSide(facts.geometry.groups[0], regions, ready.lease.blocks[0])
         target = CacheSide(wire.cache.geometry.groups[0], wire.regions, GRANTED[0])
         plan = plan_transfer(source, target, range(ready.start, ready.stop))
-        ticket = wire.connector.submit(facts.worker_id, Direction.PULL, plan)
+        ticket = wire.connector.submit(facts.worker_id, Lane("loopback", Direction.PULL), plan)
         deadline = time.monotonic() + 5
         while ticket not in {result.ticket for result in wire.connector.poll()}:
             assert time.monotonic() < deadline

@@ -54,9 +54,11 @@ class SlowLoopback(LoopbackConnector):
         self._check("describe")
         return super().describe(regions)
 
-    def connect(self, peer: str, base_address: int, description: bytes) -> None:
+    def connect(
+        self, peer: str, base_address: int, description: bytes, invitation: bytes = b""
+    ) -> None:
         self._check("connect")
-        super().connect(peer, base_address, description)
+        super().connect(peer, base_address, description, invitation)
 
     def submit(self, peer: str, direction: Any, plan: Any) -> int:
         self._check("submit")

@@ -20,6 +20,9 @@ from kvxfer.control.messages import (
     WorkerFacts,
 )
 from kvxfer.errors import ControlError
+from kvxfer.memory.limits import host_identity
+from kvxfer.transfer.connector import Connector
+from kvxfer.transfer.lanes import offered
 from kvxfer.transfer.regions import Region, RegionSet
 
 
@@ -52,6 +55,10 @@ class WirePeer:
         return self.engine.connector
 
     @property
+    def connectors(self) -> dict[str, Connector]:
+        return self.engine.connector.connectors
+
+    @property
     def address(self) -> str:
         return self.channel.address
 
@@ -64,12 +71,14 @@ class WirePeer:
             "model": self.engine.info.fingerprint,
             "geometry": self.cache.geometry,
             "base_address": self.cache.buffer.base_address,
-            "connector": "loopback",
-            "lane": self.options.lane,
+            "lanes": [str(lane) for lane in offered(self.connectors, self.options.lane)],
+            "host": host_identity(),
             "device": "cpu",
+            "tests_lanes": self.options.lane_test,
             "regions": regions,
             "generation": self.regions.generation,
             "description": self.engine.connector.describe(regions),
+            "invitation": self.engine.connector.invite(),
         }
         return WorkerFacts(**known | changes)
 
@@ -80,7 +89,7 @@ class WirePeer:
         return Hello(WIRE_VERSION, self.facts(**changes))
 
     def welcome(self, direction: str, **changes: Any) -> Welcome:
-        return Welcome(WIRE_VERSION, self.facts(**changes), direction)
+        return Welcome(WIRE_VERSION, self.facts(**changes), f"loopback/{direction}")
 
     def send(self, message: Message) -> None:
         """To whom we dialled, or who last spoke to us."""

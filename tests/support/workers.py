@@ -26,7 +26,8 @@ from kvxfer.control.channel import Channel
 from kvxfer.memory.host import HostDriver
 from kvxfer.model.loader import ModelInfo
 from kvxfer.telemetry.trace import Trace
-from kvxfer.transfer.connector import MemoryWindow
+from kvxfer.transfer.connector import Direction, MemoryWindow
+from kvxfer.transfer.multi import MultiConnector
 from kvxfer.worker import assembly
 from kvxfer.worker.engine import Engine
 from kvxfer.worker.loop import ControlLoop
@@ -64,6 +65,7 @@ def make_options(role: str, **changes: Any) -> WorkerOptions:
         "block_size": SPEC.block_size,
         "max_num_batched_tokens": 8,
         "kv_low_watermark": 0.0,
+        "lane_test": False,
         "request_timeout_s": 60.0,
         "peer_timeout_s": 30.0,
     }
@@ -84,6 +86,7 @@ def make_engine(
     specs: Sequence[KVCacheSpec] = (SPEC,),
     driver: HostDriver | None = None,
     fingerprint: str = "f" * 32,
+    role: str = "decode",
 ) -> Engine:
     """An engine with one granule per segment committed, as after warm-up. `layout` may name one
     for each group, with commas; the budget pays for `bound` blocks (default: `capacity`) of each.
@@ -95,14 +98,16 @@ def make_engine(
     cache = KVCache(driver, geometry)
     cache.extend([1] * len(specs))
     kv_bytes = geometry.bytes_of([bound or capacity] * len(specs))
-    window = MemoryWindow(cache.buffer.base_address, geometry.total_bytes, "cpu")
+    window = MemoryWindow(cache.buffer.base_address, geometry.total_bytes, "cpu", cache.buffer)
+    transport = SlowLoopback(f"{options.worker_id}.{incarnation}", window)
+    initiates = Direction.PULL if role == "decode" else Direction.PUSH
     return Engine(
         options=options,
         info=make_info(fingerprint),
         runner=NullRunner(specs, cache.views),  # type: ignore[arg-type]
         driver=driver,
         cache=cache,
-        connector=SlowLoopback(f"{options.worker_id}.{incarnation}", window),
+        connector=MultiConnector({"loopback": transport}, initiates),
         pools=BlockPools(len(specs)),
         account=account_as_given(0, WarmUp(0, 0, 0, 0), 0),
         budget=CacheBudget(geometry, kv_bytes, options.max_num_batched_tokens),
@@ -185,7 +190,8 @@ class Worker:
 
     @property
     def connector(self) -> Any:
-        return self.engine.connector
+        """The one that moves KV."""
+        return self.engine.connector.connectors["loopback"]
 
     @property
     def runner(self) -> Any:

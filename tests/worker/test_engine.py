@@ -36,7 +36,9 @@ def started(incarnation: str, hooks: Sequence[WarmUpHook] = (), **changes: Any) 
         "max_num_seqs": 4,
     }
     resolved = resolve(WorkerOptions(**options | changes), "single")
-    engine = start_engine(resolved, LoopbackConnector, incarnation, lambda text: None, hooks)
+    engine = start_engine(
+        resolved, {"loopback": LoopbackConnector}, incarnation, lambda text: None, hooks
+    )
     try:
         yield engine
     finally:

@@ -112,9 +112,9 @@ def test_a_repeated_hello_is_answered_again_and_changes_nothing(cluster):
 
 
 WRONG_FACTS = {
-    "lane": {"lane": "sideways"},
+    "lane": {"lanes": ["loopback/sideways"]},
     "role": {"role": "spectator"},
-    "connector": {"connector": "pigeon"},
+    "connector": {"lanes": ["pigeon/push"]},
     "base address": {"base_address": -1},
     "huge base address": {"base_address": 2**64 - 1},
     "description": {"description": b"scribble"},

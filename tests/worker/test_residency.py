@@ -417,6 +417,7 @@ def test_a_transfer_of_a_lost_peer_ends_in_an_error(cluster, monkeypatch):
     import numpy as np
 
     from kvxfer.transfer.connector import Direction
+    from kvxfer.transfer.lanes import Lane
     from kvxfer.transfer.plan import TransferPlan
 
     wire, decode = lose_at(cluster, monkeypatch)
@@ -425,7 +426,7 @@ def test_a_transfer_of_a_lost_peer_ends_in_an_error(cluster, monkeypatch):
     target = facts.regions[0]
     asked(cluster, decode, "shrink", [10], 5.0)
     column = [np.array([value]) for value in (wire.regions.regions[0].offset, target.offset, 64)]
-    wire.connector.submit("decode", Direction.PUSH, TransferPlan.of_runs(*column))
+    wire.connector.submit("decode", Lane("loopback", Direction.PUSH), TransferPlan.of_runs(*column))
     (result,) = wire.connector.poll()
     assert result.error is not None and "no registered region" in result.error
 

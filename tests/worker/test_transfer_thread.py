@@ -2,17 +2,21 @@
 
 import time
 
+import msgspec
 import pytest
 from support.fixtures import num_open_files
 from support.workers import make_engine, make_options
 
 from kvxfer.errors import ConnectorError, OutOfMemory
 from kvxfer.transfer.connector import Direction
+from kvxfer.transfer.lanes import Lane
 from kvxfer.transfer.plan import CacheSide, plan_transfer
 from kvxfer.transfer.regions import Region, RegionSet
 from kvxfer.worker.mailbox import Mailbox
 from kvxfer.worker.stats import add_movement
 from kvxfer.worker.transfer_thread import Movement, TransferThread
+
+PUSH = Lane("loopback", Direction.PUSH)
 
 
 class Side:
@@ -42,13 +46,13 @@ class Side:
         return result[0]
 
     def registered(self):
-        return set(self.engine.connector._regions.regions)
+        return set(self.engine.connector.connectors["loopback"]._regions.regions)
 
     def committed(self):
         return {Region(chunk.offset, chunk.size) for chunk in self.engine.cache.buffer.chunks}
 
     def close(self):
-        self.engine.connector.moving.set()
+        self.engine.connector.connectors["loopback"].moving.set()
         self.thread.close_connector()
         assert self.thread.stop(5.0)
         self.engine.connector.close()
@@ -81,6 +85,7 @@ def pair(make_side):
             other.name,
             other.engine.cache.buffer.base_address,
             growth.description,
+            b"",
             lambda _, done=connected: done.append(True),
             connected.append,
         )
@@ -122,11 +127,11 @@ def test_a_failed_registration_rolls_the_commit_back(make_side, step):
     side = make_side()
     side.grow(8)
     before = side.committed(), side.engine.cache.committed_blocks[0], num_open_files()
-    side.engine.connector.refuse.add(step)
+    side.engine.connector.connectors["loopback"].refuse.add(step)
     assert side.grow(32) is ConnectorError
     assert (side.committed(), side.engine.cache.committed_blocks[0], num_open_files()) == before
     assert side.registered() == side.committed()
-    side.engine.connector.refuse.clear()
+    side.engine.connector.connectors["loopback"].refuse.clear()
     assert side.grow(32).extension.old_blocks[0] == before[1]
     assert side.registered() == side.committed()
 
@@ -163,7 +168,7 @@ def test_a_move_ends_once_with_its_account(pair, direction):
     for layer, view in enumerate(source.engine.cache.views[0]):
         view[[1, 5, 3]] = 0.5 + layer
     plan, ended = plan_between(source, target), []
-    left.thread.move("right", direction, plan, ended.append)
+    left.thread.move("right", Lane("loopback", direction), plan, ended.append)
     left.until(lambda: bool(ended))
     time.sleep(0.03)
     left.until(lambda: True)
@@ -180,13 +185,14 @@ def test_a_move_that_cannot_be_ends_once_too(pair, reason):
     left, right = pair
     plan, ended = plan_between(left, right), []
     if reason == "refused":
-        left.engine.connector.refuse.add("submit")
+        left.engine.connector.connectors["loopback"].refuse.add("submit")
     if reason == "disconnected":
-        left.engine.connector.moving.clear()
-    left.thread.move("nobody" if reason == "stranger" else "right", "push", plan, ended.append)
+        left.engine.connector.connectors["loopback"].moving.clear()
+    left.thread.move("nobody" if reason == "stranger" else "right", PUSH, plan, ended.append)
     if reason == "disconnected":
         left.thread.disconnect("right", lambda error: None)
-        left.engine.connector.moving.set()
+        left.until(lambda: not left.engine.connector.connectors["loopback"]._peers)
+        left.engine.connector.connectors["loopback"].moving.set()
     left.until(lambda: bool(ended))
     time.sleep(0.03)
     left.until(lambda: True)
@@ -197,13 +203,13 @@ def test_a_move_that_cannot_be_ends_once_too(pair, reason):
 
 def test_moves_in_flight_survive_growth(pair):
     left, right = pair
-    left.engine.connector.moving.clear()
+    left.engine.connector.connectors["loopback"].moving.clear()
     ended = []
-    left.thread.move("right", Direction.PUSH, plan_between(left, right), ended.append)
+    left.thread.move("right", PUSH, plan_between(left, right), ended.append)
     left.grow(48)
     right.grow(48)
     assert ended == []
-    left.engine.connector.moving.set()
+    left.engine.connector.connectors["loopback"].moving.set()
     left.until(lambda: bool(ended))
     assert ended[0].error is None
 
@@ -211,10 +217,11 @@ def test_moves_in_flight_survive_growth(pair):
 def test_a_damaged_description_is_told_and_harms_nothing(pair):
     left, right = pair
     told, ended = [], []
-    left.thread.connect("right", 0, b"nonsense", told.append, lambda error: told.append(str(error)))
+    scribble = msgspec.msgpack.encode({"loopback": b"nonsense"})
+    left.thread.connect("right", 0, scribble, b"", told.append, lambda e: told.append(str(e)))
     left.until(lambda: bool(told))
     assert "shorter than its header" in told[0]
-    left.thread.move("right", Direction.PUSH, plan_between(left, right), ended.append)
+    left.thread.move("right", PUSH, plan_between(left, right), ended.append)
     left.until(lambda: bool(ended))
     assert ended[0].error is None
 
@@ -222,12 +229,12 @@ def test_a_damaged_description_is_told_and_harms_nothing(pair):
 def test_a_connector_that_would_not_close_is_told(make_side, caplog):
     side = make_side()
     side.grow(8)
-    side.engine.connector.refuse.add("close")
+    side.engine.connector.connectors["loopback"].refuse.add("close")
     side.thread.close_connector()
     assert side.thread.stop(5.0)
     assert side.thread.is_closed is False
     assert "did not close: close is refused" in caplog.text
-    side.engine.connector.refuse.clear()
+    side.engine.connector.connectors["loopback"].refuse.clear()
 
 
 def test_movements_add_up():
@@ -265,24 +272,24 @@ def test_a_peer_is_learnt_afresh_with_just_what_it_still_has(pair):
     left.until(lambda: bool(found))
     assert found == [True]
     moved = []
-    left.thread.move("right", Direction.PUSH, plan_between(left, right), moved.append)
+    left.thread.move("right", PUSH, plan_between(left, right), moved.append)
     left.until(lambda: bool(moved))
     assert "lie in no registered region" in moved[0].error
 
 
 def test_transfers_with_the_peer_end_first_and_new_ones_wait(pair):
     left, right = pair
-    left.engine.connector.moving.clear()
+    left.engine.connector.connectors["loopback"].moving.clear()
     before, after = [], []
-    left.thread.move("right", Direction.PUSH, plan_between(left, right), before.append)
-    left.until(lambda: left.engine.connector.num_submitted == 1)
+    left.thread.move("right", PUSH, plan_between(left, right), before.append)
+    left.until(lambda: left.engine.connector.connectors["loopback"].num_submitted == 1)
     found = renewed(left, right)
-    left.thread.move("right", Direction.PUSH, plan_between(left, right), after.append)
+    left.thread.move("right", PUSH, plan_between(left, right), after.append)
     time.sleep(0.05)
     left.until(lambda: True)
     assert (before, found, after) == ([], [], [])
-    assert left.engine.connector.num_submitted == 1
-    left.engine.connector.moving.set()
+    assert left.engine.connector.connectors["loopback"].num_submitted == 1
+    left.engine.connector.connectors["loopback"].moving.set()
     left.until(lambda: bool(after))
     assert found == [True]
     assert [movement.error for movement in (*before, *after)] == [None, None]
@@ -290,24 +297,24 @@ def test_transfers_with_the_peer_end_first_and_new_ones_wait(pair):
 
 def test_what_waits_for_a_peer_that_is_lost_ends_in_an_error(pair):
     left, right = pair
-    left.engine.connector.moving.clear()
+    left.engine.connector.connectors["loopback"].moving.clear()
     before, after = [], []
-    left.thread.move("right", Direction.PUSH, plan_between(left, right), before.append)
-    left.until(lambda: left.engine.connector.num_submitted == 1)
+    left.thread.move("right", PUSH, plan_between(left, right), before.append)
+    left.until(lambda: left.engine.connector.connectors["loopback"].num_submitted == 1)
     found = renewed(left, right)
-    left.thread.move("right", Direction.PUSH, plan_between(left, right), after.append)
+    left.thread.move("right", PUSH, plan_between(left, right), after.append)
     left.thread.disconnect("right", lambda error: None)
     left.until(lambda: bool(found and after))
     assert "was disconnected" in found[0]
     assert "was disconnected" in after[0].error
-    left.engine.connector.moving.set()
+    left.engine.connector.connectors["loopback"].moving.set()
     left.until(lambda: bool(before))
     assert "was disconnected" in before[0].error
 
 
 def test_a_renewal_that_fails_is_told(pair):
     left, right = pair
-    left.engine.connector.refuse.add("connect")
+    left.engine.connector.connectors["loopback"].refuse.add("connect")
     found = renewed(left, right)
     left.until(lambda: bool(found))
     assert found == ["connect is refused"]
