@@ -47,7 +47,7 @@ class Receiver:
     def grant(self, request: DecodeRequest, peer: Peer, timeout_s: float) -> None:
         """Ask `peer` to prefill into the request's blocks: a right that is used once."""
         generate = request.generate
-        request.prefill = peer
+        request.prefill, request.lane = peer, peer.lane
         request.grant_id = secrets.token_hex(8)
         request.state = RequestState.GRANTED
         grant = Grant(request.grant_id, request.prompt_blocks, timeout_s)
@@ -85,8 +85,8 @@ class Receiver:
             request.stats = add_movement(request.stats, movement)
             self._read_ended(request, movement)
 
-        assert peer.lane is not None
-        self._transfer.move(peer.key, peer.lane, plan, ended)
+        assert request.lane is not None
+        self._transfer.move(peer.key, request.lane, plan, ended)
 
     def _read_ended(self, request: DecodeRequest, movement: Movement) -> None:
         if request.state is RequestState.ABORTING:

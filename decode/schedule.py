@@ -22,12 +22,13 @@ from dataclasses import dataclass, field
 from kvxfer.cache.footprint import decoder_start, has_encoder, prompt_entries
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.cache.table import BlockTable
-from kvxfer.control.messages import Generate, TransferStats
+from kvxfer.control.messages import Finished, Generate, TransferStats
 from kvxfer.control.session import Peer
 from kvxfer.errors import WireError
 from kvxfer.model.runner import SequenceStep
 from kvxfer.model.sampling import SampleSpec
 from kvxfer.transfer.connector import Direction
+from kvxfer.transfer.lanes import Lane
 
 
 class RequestState(enum.Enum):
@@ -52,6 +53,8 @@ class DecodeRequest:
     blocks: list[list[int]] = field(default_factory=list)
     """Group by group."""
     prefill: Peer | None = None
+    lane: Lane | None = None
+    """By which its KV arrives, to the end."""
     grant_id: str = ""
     reads_in_flight: int = 0
     tokens_read: int = 0
@@ -64,6 +67,10 @@ class DecodeRequest:
     kv_digests: list[str] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
     is_cancelled: bool = False
+
+    @property
+    def direction(self) -> Direction | None:
+        return self.lane.direction if self.lane else None
 
     @property
     def request_id(self) -> str:
@@ -90,11 +97,10 @@ class DecodeRequest:
 
     def check_granted(self, direction: Direction) -> None:
         """Raises WireError unless the grant is being used, and in the agreed direction."""
-        assert self.prefill is not None
-        if self.state is not RequestState.GRANTED or self.prefill.direction != direction:
+        if self.state is not RequestState.GRANTED or self.direction != direction:
             raise WireError(
                 f"request {self.request_id}: word of a {direction} in state {self.state.name}, "
-                f"where the lane is {self.prefill.direction}"
+                f"where the lane is {self.lane}"
             )
 
     def why_hopeless(self, now_s: float, refusal: str) -> str:
@@ -104,6 +110,16 @@ class DecodeRequest:
         has_deadline = self.state in (RequestState.WAITING, RequestState.GRANTED)
         is_late = has_deadline and now_s > self.deadline_s
         return f"deadline passed in state {self.state.name}" if is_late else ""
+
+    def finished(self, reason: str, error: str) -> Finished:
+        return Finished(
+            self.request_id,
+            reason,
+            error,
+            sum(map(len, self.blocks)),
+            self.stats,
+            self.kv_digests,
+        )
 
     def next_step(self) -> SequenceStep:
         """Compute the KV of the newest token and the token after it."""

@@ -7,6 +7,7 @@ import time
 from functools import partial
 
 from decode.admission import choose_prefill, why_not
+from decode.lane_trials import LaneTrials
 from decode.receiver import Receiver
 from decode.schedule import DecodeBatch, DecodeRequest, RequestState
 from kvxfer.cache.footprint import blocks_needed
@@ -17,7 +18,6 @@ from kvxfer.control.messages import (
     Confirmed,
     Done,
     Failed,
-    Finished,
     Generate,
     Ready,
     Token,
@@ -45,6 +45,7 @@ class DecodeWorker:
         )
         self._receiver.on_failed = self._fail
         self._receiver.on_quiet = self._end_if_quiet
+        self._lane_trials = LaneTrials(parts)
         self.handlers: dict[type, Handler] = {
             Generate: self._on_generate,
             Cancel: self._on_cancel,
@@ -53,7 +54,9 @@ class DecodeWorker:
             Done: self._on_done,
             Failed: self._on_failed,
             Aborted: self._on_aborted,
+            **self._lane_trials.handlers,
         }
+        parts.peers.on_met = self._lane_trials.begin
         parts.peers.on_ready = self._on_peer_ready
         parts.peers.on_lost = self._on_peer_lost
         parts.peers.on_fenced = self._on_fenced
@@ -217,7 +220,7 @@ class DecodeWorker:
             request.state = RequestState.ABORTING
             self._parts.engine.pools.quarantine(request.blocks)
             self._finish(request, reason, error)
-            if request.prefill.direction is Direction.PUSH and not request.writer_ended:
+            if request.direction is Direction.PUSH and not request.writer_ended:
                 self._abort(request, error or reason)
             self._end_if_quiet(request)  # a pull says Abort once its own reads have ended
         elif request.state is RequestState.ABORTING:
@@ -234,8 +237,7 @@ class DecodeWorker:
         """An aborted request's blocks are free once nobody can write to them any more."""
         if request.state is not RequestState.ABORTING or request.reads_in_flight:
             return
-        assert request.prefill is not None
-        pulls = request.prefill.direction is Direction.PULL
+        pulls = request.direction is Direction.PULL
         if not request.writer_ended and pulls:
             self._abort(request, "given up")
         if request.writer_ended or pulls:
@@ -255,15 +257,7 @@ class DecodeWorker:
     def _finish(self, request: DecodeRequest, reason: str, error: str) -> None:
         if error:
             logger.warning("request %s: %s", request.request_id, error)
-        finished = Finished(
-            request.request_id,
-            reason,
-            error,
-            sum(map(len, request.blocks)),
-            request.stats,
-            request.kv_digests,
-        )
-        self._parts.peers.send(request.router, finished)
+        self._parts.peers.send(request.router, request.finished(reason, error))
 
     def _on_peer_ready(self, peer: Peer) -> None:
         """Ask again for the end of what was given up while there was no connection."""
@@ -273,6 +267,7 @@ class DecodeWorker:
         self._admit()
 
     def _on_peer_lost(self, peer: Peer, reason: str) -> None:
+        self._lane_trials.lost(peer)
         for request in list(self._requests.values()):
             if request.router == peer.key:
                 request.is_cancelled = True
@@ -281,6 +276,7 @@ class DecodeWorker:
                 self._fail(request, f"peer {peer.name} is lost: {reason}")
 
     def _on_fenced(self, worker_id: str) -> None:
+        self._lane_trials.fenced(worker_id)
         for request in list(self._requests.values()):
             if request.prefill is not None and request.prefill.name == worker_id:
                 self._writer_over(request)
@@ -291,7 +287,8 @@ class DecodeWorker:
             hopeless = request.why_hopeless(now, refusal)
             if hopeless:
                 self._fail(request, hopeless)
-        self._parts.set_busy(bool(self._requests))
+        self._lane_trials.tick()
+        self._parts.set_busy(bool(self._requests) or self._lane_trials.is_active)
 
     def status(self) -> dict[str, int | float | str]:
         return {**self._parts.status(), "requests": len(self._requests)}

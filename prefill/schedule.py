@@ -26,6 +26,8 @@ from kvxfer.control.messages import PrefillRequest, TransferStats
 from kvxfer.control.session import Peer
 from kvxfer.model.runner import SequenceStep
 from kvxfer.model.sampling import SampleSpec
+from kvxfer.transfer.connector import Direction
+from kvxfer.transfer.lanes import Lane
 
 
 class JobState(enum.Enum):
@@ -54,8 +56,17 @@ class PrefillJob:
     stats: TransferStats = field(default_factory=TransferStats)
     failure: str = ""
     """Why it was given up; told to decode once nothing of ours is under way any more."""
+    lane: Lane | None = None
+    """By which its KV flows, to the end."""
     aborted: bool = False
     """Decode gave it up and is owed an Aborted."""
+
+    def __post_init__(self) -> None:
+        self.lane = self.peer.lane
+
+    @property
+    def direction(self) -> Direction | None:
+        return self.lane.direction if self.lane else None
 
     @property
     def key(self) -> tuple[str, str]:

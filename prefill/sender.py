@@ -46,7 +46,7 @@ class Sender:
 
     def hand_over(self, job: PrefillJob, tokens: range, timeout_s: float) -> None:
         """Send `tokens`, which were just computed, on their way. Raises PlanError, RegionError."""
-        if job.peer.direction is Direction.PUSH:
+        if job.direction is Direction.PUSH:
             self._push(job, tokens)
         else:
             self._offer(job, tokens, timeout_s)
@@ -69,8 +69,8 @@ class Sender:
                 job.failure = f"push to {job.peer.name} failed: {movement.error}"
             self._settle(job)
 
-        assert job.peer.lane is not None
-        self._transfer.move(job.peer.key, job.peer.lane, plan, ended)
+        assert job.lane is not None
+        self._transfer.move(job.peer.key, job.lane, plan, ended)
 
     def _offer(self, job: PrefillJob, tokens: range, timeout_s: float) -> None:
         final = tokens.stop == len(job.request.tokens)
@@ -88,7 +88,7 @@ class Sender:
         """Tell decode that everything was pushed and is visible, or confirm what it pulled."""
         assert job.first_token is not None
         request = job.request
-        if job.peer.direction is Direction.PUSH:
+        if job.direction is Direction.PUSH:
             stats = job.stats
             self._trace.event(
                 "transfer_end",

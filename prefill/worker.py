@@ -18,6 +18,7 @@ from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.sides import why_not_blocks
 from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.loop import Handler
+from prefill.lane_trials import LaneTrialServer
 from prefill.schedule import JobState, PrefillJob, PrefillScheduler
 from prefill.sender import Sender
 
@@ -42,11 +43,14 @@ class PrefillWorker:
             parts.trace,
             self._settle,
         )
+        self._lane_trials = LaneTrialServer(parts)
         self.handlers: dict[type, Handler] = {
             PrefillRequest: self._on_request,
             Taken: self._on_taken,
             Abort: self._on_abort,
+            **self._lane_trials.handlers,
         }
+        parts.peers.on_met = lambda peer: None  # decode leads the trials, and chooses
         parts.peers.on_lost = self._on_peer_lost
         parts.peers.on_revoked = self._on_revoked
         parts.growth.on_settled = self._pump
@@ -92,7 +96,7 @@ class PrefillWorker:
 
     def _on_taken(self, key: str, taken: Taken) -> None:
         job = self._jobs.get((key, taken.lease_id))
-        if job is not None and job.peer.direction is not Direction.PULL:
+        if job is not None and job.direction is not Direction.PULL:
             raise WireError(f"request {taken.request_id}: Taken where we push")
         if job is None or job.state is not JobState.HANDING_OVER:
             logger.warning("%s took request %s, which is over", key, taken.request_id)
@@ -111,6 +115,7 @@ class PrefillWorker:
         self._give_up(job, abort.reason)
 
     def _on_peer_lost(self, peer: Peer, reason: str) -> None:
+        self._lane_trials.lost(peer)
         for job in [job for job in self._jobs.values() if job.peer is peer]:
             self._give_up(job, f"{peer.name} is lost: {reason}")
 
@@ -175,7 +180,7 @@ class PrefillWorker:
             self._end(job)
             # Also to a peer that was lost meanwhile: should it live, blocks wait for this word.
             self._parts.peers.send(job.peer.key, message)
-        elif job.state is JobState.HANDING_OVER and job.peer.direction is Direction.PUSH:
+        elif job.state is JobState.HANDING_OVER and job.direction is Direction.PUSH:
             self._sender.complete(job)
             self._end(job)
 
@@ -193,7 +198,7 @@ class PrefillWorker:
                 self._give_up(job, refusal)
             elif now > job.deadline_s and job.state is not JobState.ENDING:
                 self._give_up(job, f"deadline passed in state {job.state.name}")
-        self._parts.set_busy(bool(self._jobs))
+        self._parts.set_busy(bool(self._jobs) or self._lane_trials.is_active)
 
     def status(self) -> dict[str, int | float | str]:
         return {

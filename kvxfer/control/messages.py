@@ -17,6 +17,7 @@
 | decode → prefill  | Taken                | pull: everything was read |
 | decode → prefill  | Abort                | the request is given up |
 | prefill → decode  | Failed, Aborted      | nothing more will be written |
+| decode ↔ prefill  | LaneTrial … Chosen   | see `control.lane_messages` |
 | any → worker      | StatusQuery / Status | a look inside |
 | router → worker   | Shrink, Sleep,       | what shall become of its cache; |
 |                   | WakeUp, Defragment   | each is answered by a CacheState |
@@ -39,6 +40,7 @@ from kvxfer.control.cache_messages import (
     WakeUp,
     WireStruct,
 )
+from kvxfer.control.lane_messages import LaneChosen, LanePush, LanePushed, LaneReady, LaneTrial
 from kvxfer.transfer.regions import Region
 
 WIRE_VERSION = 3
@@ -60,6 +62,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str
     """Identity of the running kernel: the same in all containers of a host."""
     device: str
+    device_id: str
+    """The GPU's name and UUID, '' for host memory."""
     tests_lanes: bool
     """Whether it will try lanes out before one is chosen; both sides must."""
     regions: list[Region]
@@ -282,4 +286,9 @@ Message = (
     | WakeUp
     | Defragment
     | CacheState
+    | LaneTrial
+    | LaneReady
+    | LanePush
+    | LanePushed
+    | LaneChosen
 )

@@ -2,7 +2,8 @@
 
 | state    | meaning                                             | leaves by |
 | ---      | ---                                                 | --- |
-| GREETING | Hello is out, or its regions are being loaded       | loaded → READY |
+| GREETING | Hello is out, or its regions are being loaded       | loaded → MET |
+| MET      | it is known; lanes may have to be tried out first   | a lane → READY |
 | READY    | its regions are known to the connector              | silence, Goodbye → GONE |
 | GONE     | fenced off: nothing is sent to it or believed of it | a new Hello → GREETING |
 """
@@ -25,6 +26,7 @@ from kvxfer.transfer.regions import Region, RegionSet
 
 class PeerState(enum.Enum):
     GREETING = enum.auto()
+    MET = enum.auto()
     READY = enum.auto()
     GONE = enum.auto()
 
@@ -44,6 +46,9 @@ class Peer:
     """Connectors of ours that know it."""
     lane: Lane | None = None
     """The one in use: the first, until another one was chosen."""
+    lane_gbps: float = 0.0
+    """As measured when it was chosen; 0 where it was not."""
+    met_s: float = 0.0
     regions: RegionSet = field(default_factory=RegionSet)
     hello_sent_s: float = 0.0
     """When we, who dialled, last greeted it; 0 when we did not."""
@@ -58,7 +63,12 @@ class Peer:
     def knows_us(self) -> bool:
         """Whether it knows, or is about to know, what we have registered."""
         greeted = self.state is PeerState.GREETING and self.hello_sent_s > 0
-        return greeted or (self.state is PeerState.READY and self.facts is not None)
+        return greeted or (self.is_met and self.facts is not None)
+
+    @property
+    def is_met(self) -> bool:
+        """Whether it has loaded our regions and we its."""
+        return self.state in (PeerState.MET, PeerState.READY)
 
     @property
     def direction(self) -> Direction | None:
@@ -72,7 +82,8 @@ class Peer:
         self.regions = RegionSet(tuple(facts.regions), facts.generation)
         self.facts = facts
         self.lanes = tuple(lanes)
-        self.lane = self.lanes[0]
+        if self.lane not in self.lanes:
+            self.lane = self.lanes[0]
 
     def grow(self, update: RegionsUpdate) -> None:
         """Add published regions. Raises WireError when an update was lost in between, or a region

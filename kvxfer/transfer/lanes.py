@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvxfer.errors import HandshakeRejected, WireError
@@ -84,3 +84,14 @@ def _reject(ours: Iterable[Lane], theirs: Iterable[Lane], name: str, field: str 
     mine, yours = ({str(getattr(lane, name)) for lane in side} for side in (ours, theirs))
     if not mine & yours:
         raise HandshakeRejected(field or name, ",".join(sorted(mine)), ",".join(sorted(yours)))
+
+
+def best_of(lanes: Sequence[Lane], gbps: Mapping[Lane, float]) -> Lane | None:
+    """The quickest lane measured; of those within a tenth of it, the first of `lanes`."""
+    quickest = max(gbps.values(), default=0.0)
+    near = [lane for lane in lanes if gbps.get(lane, 0.0) >= _NEAR * quickest > 0]
+    return near[0] if near else None
+
+
+_NEAR = 0.9
+"""Short trials differ by as much from one time to the next."""

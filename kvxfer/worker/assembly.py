@@ -51,6 +51,8 @@ class WorkerParts:
     """What the roles give the model to do, but for reading KV."""
     watermarks: Watermarks
     trace: Trace
+    host: str
+    """Identity of the running kernel."""
 
     def set_busy(self, busy: bool) -> None:
         """Told at every tick whether any request is here; conservation is checked when the last
@@ -85,6 +87,8 @@ class WorkerParts:
             "blocks_used": counts.used,
             "blocks_quarantined": counts.quarantined,
             "peers": len(self.peers.ready()),
+            **{f"lane {peer.name}": str(peer.lane) for peer in self.peers.ready()},
+            **{f"lane_gbps {peer.name}": peer.lane_gbps for peer in self.peers.ready()},
             "layout": ",".join(group.layout for group in cache.geometry.groups),
         }
 
@@ -148,6 +152,8 @@ def _assemble(
 
     lanes = [str(lane) for lane in offered(engine.connector.connectors, options.lane)]
 
+    host = host_identity()
+
     def facts() -> WorkerFacts:
         return WorkerFacts(
             role=role,
@@ -157,9 +163,10 @@ def _assemble(
             geometry=engine.cache.geometry,
             base_address=engine.cache.buffer.base_address,
             lanes=lanes,
-            host=host_identity(),
+            host=host,
             tests_lanes=options.lane_test,
             device=engine.driver.device,
+            device_id=engine.device_id,
             regions=list(growth.regions.regions),
             generation=growth.regions.generation,
             description=growth.description,
@@ -173,7 +180,7 @@ def _assemble(
     steps = ModelSteps(model, residency, options.kv_commit == "elastic")
     watermarks = Watermarks(options, engine, growth, residency)
     return WorkerParts(
-        options, engine, growth, residency, peers, transfer, model, steps, watermarks, trace
+        options, engine, growth, residency, peers, transfer, model, steps, watermarks, trace, host
     )
 
 

@@ -7,10 +7,11 @@ The steps themselves are in `worker.start`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 from kvxfer.cache.budget import CacheBudget
 from kvxfer.cache.footprint import kv_tokens
@@ -34,6 +35,8 @@ from kvxfer.transfer.multi import MultiConnector
 from kvxfer.worker.start import Progress, Start, WarmUpHook
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 INITIAL_SHARE = 16
 """An elastic cache begins with one part in so many of its budget."""
@@ -110,6 +113,25 @@ class Engine:
             import torch
 
             torch.cuda.set_device(self.driver.device)
+
+    def on_device(self, run: Callable[[], T]) -> T:
+        """What `run` returns, once the device has done all of it."""
+        found = run()
+        if self.driver.device != "cpu":
+            import torch
+
+            torch.cuda.synchronize(self.driver.device)
+        return found
+
+    @cached_property
+    def device_id(self) -> str:
+        """The GPU's name and UUID, '' for host memory."""
+        if self.driver.device == "cpu":
+            return ""
+        import torch
+
+        properties = torch.cuda.get_device_properties(self.driver.device)
+        return f"{properties.name} {properties.uuid}"
 
     def close(self) -> None:
         self.runner.close()

@@ -16,7 +16,6 @@ from kvxfer.control.channel import Channel
 from kvxfer.control.messages import (
     WIRE_VERSION,
     Goodbye,
-    Heartbeat,
     Hello,
     Message,
     RegionsAck,
@@ -27,12 +26,12 @@ from kvxfer.control.messages import (
 )
 from kvxfer.control.session import Peer, PeerState, agree
 from kvxfer.errors import ControlError, HandshakeRejected, KvxferError, WireError, WorkerDied
+from kvxfer.transfer.lanes import Lane
 from kvxfer.worker.holders import Holders
+from kvxfer.worker.liveness import Liveness
 from kvxfer.worker.transfer_thread import TransferThread
 
 logger = logging.getLogger(__name__)
-
-HELLO_RETRY_S = 2.0
 
 
 class PeerTable:
@@ -48,10 +47,12 @@ class PeerTable:
         self._channel = channel
         self._transfer = transfer
         self._facts = facts
-        self._timeout_s = options.peer_timeout_s
+        self._liveness = Liveness(channel, facts, options.peer_timeout_s)
+        self._tests_lanes = options.lane_test
         self._exit_on_loss = options.on_peer_loss == "exit"
         self._peers: dict[str, Peer] = {}
-        self._next_beat_s = 0.0
+        self.on_met: Callable[[Peer], None] = lambda peer: None
+        """Where both sides try lanes out: one is to be chosen, and `settle` to be called."""
         self.on_ready: Callable[[Peer], None] = lambda peer: None
         self.on_lost: Callable[[Peer, str], None] = lambda peer, reason: None
         self.holders = Holders()
@@ -75,6 +76,13 @@ class PeerTable:
             raise WireError(f"{key} is no ready worker")
         return peer
 
+    def require_met(self, key: str) -> Peer:
+        """As `require`, but lanes may not have been tried yet."""
+        peer = self._peers.get(key)
+        if peer is None or not peer.is_met or peer.facts is None:
+            raise WireError(f"{key} is no worker that we know")
+        return peer
+
     def dial(self, address: str) -> None:
         key = self._channel.dial(address)
         self._peers[key] = Peer(key, time.monotonic())
@@ -90,7 +98,8 @@ class PeerTable:
         return True
 
     def laggards(self, generation: int) -> list[str]:
-        return [p.key for p in self.ready() if p.acked_generation < generation]
+        met = [p for p in self._peers.values() if p.is_met and p.facts]
+        return [p.key for p in met if p.acked_generation < generation]
 
     def publish(self, update: RegionsUpdate) -> None:
         for peer in self._informed():
@@ -152,7 +161,7 @@ class PeerTable:
         peer = self._peers.get(key)
         if peer is None or not key.startswith("out:"):
             raise WireError(f"Welcome from {key}, whom nobody greeted")
-        if peer.state is PeerState.READY:
+        if peer.is_met:
             return  # the answer to a Hello that was repeated
         if welcome.wire_version != WIRE_VERSION:
             raise HandshakeRejected("wire_version", WIRE_VERSION, welcome.wire_version)
@@ -204,17 +213,30 @@ class PeerTable:
         generation = peer.facts.generation
 
         def loaded() -> None:
-            newly = peer.state is not PeerState.READY
-            peer.state = PeerState.READY
+            newly = not peer.is_met
+            if newly:
+                peer.state = PeerState.MET
+                peer.met_s = time.monotonic()
             peer.last_seen_s = time.monotonic()
             if answer is not None and not self.send(peer.key, answer()):
                 return
             self._ack(peer, generation)
-            if newly:
-                logger.info("peer %s is ready, lane: %s", peer.name, peer.lane)
-                self.on_ready(peer)
+            if newly and peer.facts and peer.facts.tests_lanes and self._tests_lanes:
+                self.on_met(peer)
+            elif newly and peer.lane:
+                self.settle(peer, peer.lane, 0.0)
 
         self._connect(peer, peer.facts.description, loaded)
+
+    def settle(self, peer: Peer, lane: Lane, gbps: float) -> None:
+        """KV flows between `peer` and us by `lane` from now on."""
+        if not peer.is_met:
+            return
+        peer.lane, peer.lane_gbps = lane, gbps
+        if peer.state is PeerState.MET:
+            peer.state = PeerState.READY
+            logger.info("peer %s is ready, lane: %s", peer.name, lane)
+            self.on_ready(peer)
 
     def _connect(
         self, peer: Peer, description: bytes, loaded: Callable[[], object], renew: bool = False
@@ -250,7 +272,7 @@ class PeerTable:
         if peer is None or peer.state is PeerState.GONE:
             return
         self.holders.lost(peer)
-        if peer.state is PeerState.READY:
+        if peer.is_met:
             peer.hello_sent_s = 0.0  # greet again at once; after a failed greeting, in a while
         peer.state = PeerState.GONE
         peer.acked_generation = 0
@@ -264,35 +286,12 @@ class PeerTable:
             raise WorkerDied(f"peer {peer.name} is lost: {reason}")
 
     def tick(self) -> None:
-        now = time.monotonic()
-        for peer in list(self._peers.values()):
-            if peer.state is PeerState.READY and now - peer.last_seen_s > self._timeout_s:
-                self.lose(peer.key, f"nothing heard for {self._timeout_s:g} s")
-        if now >= self._next_beat_s:
-            self._next_beat_s = now + self._timeout_s / 6
-            for peer in list(self._peers.values()):
-                if peer.state is PeerState.READY:
-                    self.send(peer.key, Heartbeat())
-        for peer in list(self._peers.values()):
-            if peer.state is not PeerState.READY and peer.key.startswith("out:"):
-                self._say_hello(peer, now)
-
-    def _say_hello(self, peer: Peer, now: float) -> None:
-        """Greet, or greet again; nothing happens while there is no connection to send on."""
-        if now - peer.hello_sent_s < HELLO_RETRY_S:
-            return
-        try:
-            self._channel.send(peer.key, Hello(WIRE_VERSION, self._facts()))
-        except ControlError as error:
-            logger.debug("%s is not there yet: %s", peer.key, error)
-            return
-        peer.state = PeerState.GREETING
-        peer.hello_sent_s = now
+        self._liveness.tick(self._peers.values(), self.send, self.lose)
 
     def farewell(self, reason: str) -> None:
         """Tell everybody that this worker leaves."""
         for peer in self._peers.values():
-            if peer.state is PeerState.READY:
+            if peer.is_met:
                 try:
                     self._channel.send(peer.key, Goodbye(reason))
                 except ControlError as error:

@@ -39,6 +39,7 @@ FACTS = m.WorkerFacts(
     base_address=0x7F0000000000,
     lanes=["nixl/push", "nixl/pull"],
     host="one",
+    device_id="",
     tests_lanes=True,
     device="cuda:1",
     regions=[Region(0, 4096), Region(4096, 65536)],
@@ -77,6 +78,11 @@ EXAMPLES = [
     m.WakeUp(),
     m.Defragment(0.5),
     m.CacheState("Sleep", "why", True, [1, 0], 0, 4096, 8192),
+    m.LaneTrial("t", 32, [3, 4]),
+    m.LaneReady("t", [1, 2]),
+    m.LanePush("t", "nixl/push"),
+    m.LanePushed("t", "nixl/push", 1_000, ""),
+    m.LaneChosen("t", "nixl/push", 3.5),
 ]
 every_example = pytest.mark.parametrize("message", EXAMPLES, ids=lambda x: type(x).__name__)
 

@@ -47,6 +47,7 @@ def make_facts(role, layout="LBHNC", capacity=16, spec=None, more=(), **changes)
         host="one",
         tests_lanes=True,
         device="cpu",
+        device_id="",
         regions=[Region(0, 4096)],
         generation=1,
         description=b"",

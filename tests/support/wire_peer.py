@@ -74,6 +74,7 @@ class WirePeer:
             "lanes": [str(lane) for lane in offered(self.connectors, self.options.lane)],
             "host": host_identity(),
             "device": "cpu",
+            "device_id": "",
             "tests_lanes": self.options.lane_test,
             "regions": regions,
             "generation": self.regions.generation,

@@ -16,7 +16,7 @@ from kvxfer.control.messages import (
 )
 from kvxfer.control.session import PeerState
 from kvxfer.errors import WorkerDied
-from kvxfer.worker import peers as peers_module
+from kvxfer.worker import liveness
 
 ELASTIC = {"kv_commit": "elastic", "kv_initial_blocks": 8, "engine": {"capacity": 256}}
 
@@ -154,7 +154,7 @@ def test_a_peer_that_is_gone_is_not_believed(cluster):
 
 
 def test_a_transport_that_will_not_connect_is_tried_again_with_pauses(cluster, monkeypatch):
-    monkeypatch.setattr(peers_module, "HELLO_RETRY_S", 0.2)
+    monkeypatch.setattr(liveness, "HELLO_RETRY_S", 0.2)
     prefill, decode = idle_pair(cluster)
     decode.connector.refuse.add("connect")
     greeted = []

@@ -1,0 +1,277 @@
+"""Trials of lanes, the destination's part: it leads them, and chooses.
+
+| step      | what happens                                            | leaves by |
+| ---       | ---                                                     | --- |
+| ASKED     | prefill prepares a pattern                              | LaneReady → TRYING |
+| TRYING    | lane by lane: erase, transfer several times, check      | no lane left → chosen |
+
+Every lane is tried with real bytes of both caches, since what differs is how their memory is
+reached. A trial has a deadline; when it passes, what was measured by then decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from kvxfer.control.lane_messages import LaneChosen, LanePush, LanePushed, LaneReady, LaneTrial
+from kvxfer.control.session import Peer
+from kvxfer.errors import HandshakeRejected, KvxferError, WireError
+from kvxfer.transfer.connector import Direction
+from kvxfer.transfer.lanes import Lane, best_of
+from kvxfer.transfer.pattern import check_pattern, erase
+from kvxfer.worker.assembly import WorkerParts
+from kvxfer.worker.lane_report import LaneReport
+from kvxfer.worker.lane_trial import (
+    NUM_TRANSFERS,
+    first_group,
+    num_tokens,
+    trial_plan,
+    trial_seed,
+    why_not,
+)
+from kvxfer.worker.transfer_thread import Movement
+
+logger = logging.getLogger(__name__)
+
+TRIAL_TIMEOUT_S = 10.0
+
+
+@dataclass
+class _Trial:
+    peer: Peer
+    trial_id: str
+    num_tokens: int
+    blocks: list[list[int]]
+    """Of ours, group by group: only the first has any."""
+    deadline_s: float
+    lanes: list[Lane]
+    """Not tried yet."""
+    source: list[int] = field(default_factory=list)
+    """Prefill's blocks with the pattern."""
+    lane: Lane | None = None
+    """Being tried."""
+    times_ns: list[int] = field(default_factory=list)
+    gbps: dict[Lane, float] = field(default_factory=dict)
+    errors: dict[Lane, str] = field(default_factory=dict)
+    reads_in_flight: int = 0
+    is_written: bool = False
+    """Prefill was asked to push and has not said that it did."""
+    is_over: bool = False
+
+
+class LaneTrials:
+    """Control thread only."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self._parts = parts
+        self._report = LaneReport(parts)
+        self._trials: dict[str, _Trial] = {}
+        self._ending: list[_Trial] = []
+        """Over, but something may still write to their blocks."""
+        self.handlers: dict[type, Callable[[str, Any], None]] = {
+            LaneReady: self._on_ready,
+            LanePushed: self._on_pushed,
+        }
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self._trials or self._ending)
+
+    def begin(self, peer: Peer) -> None:
+        """Find the quickest lane; ends with `PeerTable.settle`, or without the peer."""
+        assert peer.facts is not None
+        lanes = [lane for lane in peer.lanes if self._is_reached(peer, lane)]
+        ours, theirs = first_group(self._parts), peer.facts.geometry.groups[0]
+        pools, device = self._parts.engine.pools, self._parts.engine.driver.device
+        tokens = num_tokens(ours, theirs, pools.groups[0].num_free, device)
+        if not lanes:
+            self._parts.peers.lose(peer.key, "no connector of ours reaches it")
+            return
+        if tokens == 0 or self._parts.residency.refusal:
+            self._choose_untried(peer, lanes[0], "no blocks are free here")
+            return
+        needed = [tokens // ours.spec.block_size, *[0] * (len(pools.groups) - 1)]
+        deadline_s = time.monotonic() + TRIAL_TIMEOUT_S
+        trial = _Trial(
+            peer, secrets.token_hex(8), tokens, pools.allocate(needed), deadline_s, lanes
+        )
+        self._trials[peer.key] = trial
+        message = LaneTrial(trial.trial_id, tokens, trial.blocks[0])
+        self._parts.peers.send(peer.key, message)
+
+    def _is_reached(self, peer: Peer, lane: Lane) -> bool:
+        return lane.direction is Direction.PUSH or lane.connector in peer.reached
+
+    def _choose_untried(self, peer: Peer, lane: Lane, reason: str) -> None:
+        logger.info("lanes to %s were not tried: %s; using %s", peer.name, reason, lane)
+        if self._parts.peers.send(peer.key, LaneChosen("", str(lane), 0.0)):
+            self._parts.peers.settle(peer, lane, 0.0)
+
+    # --- messages -----------------------------------------------------------------------------
+
+    def _of(self, key: str, trial_id: str) -> _Trial | None:
+        trial = self._trials.get(key)
+        return trial if trial is not None and trial.trial_id == trial_id else None
+
+    def _on_ready(self, key: str, ready: LaneReady) -> None:
+        trial = self._of(key, ready.trial_id)
+        if trial is None or trial.source:
+            return
+        if not ready.blocks:
+            self._end(trial)
+            self._choose_untried(trial.peer, trial.lanes[0], f"none are free at {trial.peer.name}")
+            return
+        assert trial.peer.facts is not None
+        theirs = trial.peer.facts.geometry.groups[0]
+        wrong = why_not(
+            first_group(self._parts), theirs, LaneTrial("", trial.num_tokens, ready.blocks)
+        )
+        if wrong:
+            raise WireError(f"LaneReady: {wrong}")
+        trial.source = ready.blocks
+        self._next(trial)
+
+    def _on_pushed(self, key: str, pushed: LanePushed) -> None:
+        for trial in [*self._trials.values(), *self._ending]:
+            if trial.peer.key == key and trial.trial_id == pushed.trial_id and trial.is_written:
+                trial.is_written = False
+                if trial.is_over:
+                    self._give_back()
+                else:
+                    self._moved(trial, max(pushed.elapsed_ns, 0), pushed.error)
+
+    # --- lane by lane -------------------------------------------------------------------------
+
+    def _next(self, trial: _Trial) -> None:
+        if not trial.lanes:
+            self._choose(trial)
+            return
+        trial.lane = trial.lanes.pop(0)
+        trial.times_ns = []
+        self._on_blocks(trial, erase, lambda _: self._move(trial))
+
+    def _move(self, trial: _Trial) -> None:
+        lane, peer = trial.lane, trial.peer
+        assert lane is not None
+        if lane.direction is Direction.PUSH:
+            trial.is_written = True
+            self._parts.peers.send(peer.key, LanePush(trial.trial_id, str(lane)))
+            return
+        target = first_group(self._parts), self._parts.growth.regions, trial.blocks[0]
+        try:
+            plan = trial_plan(target, peer, trial.source, trial.num_tokens, from_peer=True)
+        except KvxferError as error:
+            self._moved(trial, 0, str(error))
+            return
+        trial.reads_in_flight += 1
+
+        def ended(movement: Movement) -> None:
+            trial.reads_in_flight -= 1
+            if trial.is_over:
+                self._give_back()
+            else:
+                self._moved(trial, movement.end_ns - movement.start_ns, movement.error or "")
+
+        self._parts.transfer.move(peer.key, lane, plan, ended)
+
+    def _moved(self, trial: _Trial, elapsed_ns: int, error: str) -> None:
+        lane = trial.lane
+        assert lane is not None
+        if error:
+            trial.errors[lane] = error
+            self._next(trial)
+            return
+        trial.times_ns.append(elapsed_ns)
+        if lane.direction is Direction.PULL and len(trial.times_ns) < NUM_TRANSFERS:
+            self._move(trial)
+            return
+        seed = trial_seed(trial.trial_id)
+        check = partial(check_pattern, seed=seed)
+        self._on_blocks(trial, check, partial(self._checked, trial, lane))
+
+    def _checked(self, trial: _Trial, lane: Lane, is_right: object) -> None:
+        if is_right:
+            spec = first_group(self._parts).spec
+            num_bytes = trial.num_tokens // spec.block_size * spec.block_bytes
+            trial.gbps[lane] = num_bytes / max(1, min(trial.times_ns))
+        else:
+            trial.errors[lane] = "it delivered wrong bytes"
+        self._next(trial)
+
+    def _on_blocks(
+        self, trial: _Trial, work: Callable[..., Any], done: Callable[[object], None]
+    ) -> None:
+        """Do `work` on the views and blocks of ours, then `done` if the trial is still on."""
+        engine = self._parts.engine
+        trial.reads_in_flight += 1
+
+        def reported(result: object) -> None:
+            trial.reads_in_flight -= 1
+            if trial.is_over:
+                self._give_back()
+            else:
+                done(result)
+
+        def failed(error: KvxferError) -> None:
+            reported(None)
+            self._parts.peers.lose(trial.peer.key, f"lane trial: {error}")
+
+        call = partial(work, engine.cache.views[0], trial.blocks[0])
+        self._parts.transfer.submit(lambda: engine.on_device(call), reported, failed)
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def _choose(self, trial: _Trial) -> None:
+        peer = trial.peer
+        for failed, error in trial.errors.items():
+            logger.warning("lane %s to %s does not work: %s", failed, peer.name, error)
+        lane = best_of(peer.lanes, trial.gbps)
+        self._end(trial)
+        if lane is None:
+            reason = "; ".join(f"{one}: {error}" for one, error in trial.errors.items())
+            self._parts.peers.lose(peer.key, f"no lane works: {reason or 'none was tried in time'}")
+            return
+        self._report.tell(peer, lane, trial.gbps, trial.num_tokens)
+        gbps, least = trial.gbps[lane], self._parts.options.min_lane_gbps
+        if gbps < least:
+            raise HandshakeRejected("min_lane_gbps", f"{least:g}", f"{gbps:.3g} by {lane}")
+        if self._parts.peers.send(peer.key, LaneChosen(trial.trial_id, str(lane), gbps)):
+            self._parts.peers.settle(peer, lane, gbps)
+
+    def tick(self) -> None:
+        for trial in list(self._trials.values()):
+            if time.monotonic() > trial.deadline_s:
+                waits_for = f"lane {trial.lane}" if trial.lane else "the pattern"
+                logger.warning("lane trial with %s: no end of %s", trial.peer.name, waits_for)
+                self._choose(trial)
+
+    def lost(self, peer: Peer) -> None:
+        trial = self._trials.get(peer.key)
+        if trial is not None and trial.peer is peer:
+            self._end(trial)
+
+    def fenced(self, worker_id: str) -> None:
+        """Nothing of a worker's old process will write any more."""
+        for trial in self._ending:
+            if trial.peer.name == worker_id:
+                trial.is_written = False
+        self._give_back()
+
+    def _end(self, trial: _Trial) -> None:
+        trial.is_over = True
+        del self._trials[trial.peer.key]
+        self._parts.engine.pools.quarantine(trial.blocks)
+        self._ending.append(trial)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for trial in list(self._ending):
+            if not trial.is_written and trial.reads_in_flight == 0:
+                self._ending.remove(trial)
+                self._parts.engine.pools.release_quarantined(trial.blocks)

@@ -1,0 +1,51 @@
+"""Messages by which a pair of workers tries its lanes out (`decode.lane_trials` leads).
+
+| from → to        | message    | when |
+| ---              | ---        | --- |
+| decode → prefill | LaneTrial  | each has loaded the other's regions: prepare for trials |
+| prefill → decode | LaneReady  | the pattern may be pulled |
+| decode → prefill | LanePush   | push the pattern by this lane |
+| prefill → decode | LanePushed | it is visible, or failed |
+| decode → prefill | LaneChosen | the lane of this pair from now on |
+"""
+
+from __future__ import annotations
+
+from kvxfer.control.cache_messages import WireStruct
+
+
+class LaneTrial(WireStruct, frozen=True):
+    """Trials of `num_tokens` tokens' KV in the first group, into these destination blocks."""
+
+    trial_id: str
+    num_tokens: int
+    blocks: list[int]
+
+
+class LaneReady(WireStruct, frozen=True):
+    """`blocks` hold the pattern of `trial_id`; none if there is no room for a trial now."""
+
+    trial_id: str
+    blocks: list[int]
+
+
+class LanePush(WireStruct, frozen=True):
+    trial_id: str
+    lane: str
+
+
+class LanePushed(WireStruct, frozen=True):
+    trial_id: str
+    lane: str
+    elapsed_ns: int
+    """Of the quickest of several transfers."""
+    error: str
+    """Why the lane cannot be used, or ''."""
+
+
+class LaneChosen(WireStruct, frozen=True):
+    trial_id: str
+    """'' where nothing was tried."""
+    lane: str
+    gbps: float
+    """As measured; 0 where it was not."""

@@ -1,0 +1,58 @@
+"""What the path between two workers can give at best, as far as it is measured or known.
+
+Known figures were measured with one contiguous copy, verified, on the machines named.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from dataclasses import dataclass
+
+FLOOR_SHARE = 0.5
+"""A lane below this share of the path's ceiling is warned of."""
+
+_KNOWN = {"NVIDIA H200": {"nvlink": 396.0, "local": 2140.0}}
+"""GB/s, one direction, by the GPU's name (two H200 of one host, NVLink 4, driver 580)."""
+_MEMCPY_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    gbps: float
+    source: str
+
+
+def ceiling_between(ours: str, theirs: str, same_host: bool, memcpy_gbps: float) -> Ceiling | None:
+    """Of the path between two devices, by their ids ("" for host memory, else "name uuid"); None
+    where nothing is known, as between hosts. `memcpy_gbps`: as measured here."""
+    if not same_host:
+        return None
+    if not ours and not theirs:
+        return Ceiling(memcpy_gbps, "one thread's memcpy here")
+    names = {device.rpartition(" ")[0] for device in (ours, theirs)}
+    known = _KNOWN.get(names.pop()) if len(names) == 1 else None
+    if known is None:
+        return None
+    path = "local" if ours == theirs else "nvlink"
+    return Ceiling(known[path], f"known of this GPU, {path}")
+
+
+def measure_memcpy() -> float:
+    """GB/s of one thread's memcpy of 32 MiB: the best of three."""
+    source, target = (ctypes.create_string_buffer(_MEMCPY_BYTES) for _ in range(2))
+    quickest = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        ctypes.memmove(target, source, _MEMCPY_BYTES)
+        quickest = min(quickest, time.perf_counter() - start)
+    return _MEMCPY_BYTES / quickest / 1e9
+
+
+def why_slow(connector: str, direction: str, on_gpu: bool, pipelined: bool) -> str:
+    """The cause of a slow lane where it is one that we know, and what to do."""
+    if connector == "nixl" and on_gpu and not pipelined:
+        return "UCX_RMA_PPLN_ENABLE is not y in the environment: unset it, or set it to y"
+    if connector == "nixl" and on_gpu and direction == "push":
+        return "NIXL pushes growable GPU memory at 0.5 GB/s: leave --lane at auto, or use pull"
+    return "cause unknown: `kvxfer doctor` lists what this machine offers"

@@ -1,0 +1,70 @@
+"""Who is still there: heartbeats, silence, and greetings until they are answered."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from kvxfer.control.channel import Channel
+from kvxfer.control.messages import WIRE_VERSION, Heartbeat, Hello, Message, WorkerFacts
+from kvxfer.control.session import Peer, PeerState
+from kvxfer.errors import ControlError
+
+logger = logging.getLogger(__name__)
+
+HELLO_RETRY_S = 2.0
+CHOICE_TIMEOUT_S = 30.0
+"""Longer than whoever leads the trials of lanes takes."""
+
+
+class Liveness:
+    """Control thread only."""
+
+    def __init__(
+        self, channel: Channel, facts: Callable[[], WorkerFacts], timeout_s: float
+    ) -> None:
+        self._channel = channel
+        self._facts = facts
+        self._timeout_s = timeout_s
+        self._next_beat_s = 0.0
+
+    def tick(
+        self,
+        peers: Iterable[Peer],
+        send: Callable[[str, Message], object],
+        lose: Callable[[str, str], None],
+    ) -> None:
+        now = time.monotonic()
+        known = list(peers)
+        for peer in known:
+            reason = self._why_lost(peer, now)
+            if reason:
+                lose(peer.key, reason)
+        if now >= self._next_beat_s:
+            self._next_beat_s = now + self._timeout_s / 6
+            for peer in known:
+                if peer.is_met:
+                    send(peer.key, Heartbeat())
+        for peer in known:
+            if not peer.is_met and peer.key.startswith("out:"):
+                self._say_hello(peer, now)
+
+    def _why_lost(self, peer: Peer, now: float) -> str:
+        if peer.is_met and now - peer.last_seen_s > self._timeout_s:
+            return f"nothing heard for {self._timeout_s:g} s"
+        if peer.state is PeerState.MET and now - peer.met_s > CHOICE_TIMEOUT_S:
+            return f"no lane was chosen in {CHOICE_TIMEOUT_S:g} s"
+        return ""
+
+    def _say_hello(self, peer: Peer, now: float) -> None:
+        """Greet, or greet again; nothing happens while there is no connection to send on."""
+        if now - peer.hello_sent_s < HELLO_RETRY_S:
+            return
+        try:
+            self._channel.send(peer.key, Hello(WIRE_VERSION, self._facts()))
+        except ControlError as error:
+            logger.debug("%s is not there yet: %s", peer.key, error)
+            return
+        peer.state = PeerState.GREETING
+        peer.hello_sent_s = now

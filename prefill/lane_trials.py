@@ -1,0 +1,149 @@
+"""Trials of lanes, the source's part: a pattern to be pulled, and pushes of it when asked."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvxfer.control.lane_messages import LaneChosen, LanePush, LanePushed, LaneReady, LaneTrial
+from kvxfer.control.session import Peer
+from kvxfer.errors import KvxferError, WireError
+from kvxfer.transfer.connector import Direction
+from kvxfer.transfer.lanes import Lane
+from kvxfer.transfer.pattern import write_pattern
+from kvxfer.transfer.plan import TransferPlan
+from kvxfer.worker.assembly import WorkerParts
+from kvxfer.worker.lane_trial import NUM_TRANSFERS, first_group, trial_plan, trial_seed, why_not
+from kvxfer.worker.transfer_thread import Movement
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Trial:
+    message: LaneTrial
+    blocks: list[list[int]]
+    """Of ours, group by group: only the first has any."""
+    moves_in_flight: int = 0
+    is_over: bool = False
+
+
+class LaneTrialServer:
+    """Control thread only. A trial ends with LaneChosen, with its peer, or with a newer trial; its
+    blocks are given back once no transfer of ours reads them."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self._parts = parts
+        self._trials: dict[str, _Trial] = {}
+        self.handlers: dict[type, Callable[[str, Any], None]] = {
+            LaneTrial: self._on_trial,
+            LanePush: self._on_push,
+            LaneChosen: self._on_chosen,
+        }
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self._trials)
+
+    def _on_trial(self, key: str, message: LaneTrial) -> None:
+        peer = self._parts.peers.require_met(key)
+        assert peer.facts is not None
+        geometry = first_group(self._parts)
+        wrong = why_not(geometry, peer.facts.geometry.groups[0], message)
+        if wrong:
+            raise WireError(f"LaneTrial: {wrong}")
+        self.lost(peer)
+        if key in self._trials:
+            raise WireError("LaneTrial while a push of the one before is under way")
+        pools = self._parts.engine.pools
+        needed = [0] * len(self._parts.engine.specs)
+        needed[0] = message.num_tokens // geometry.spec.block_size
+        if self._parts.residency.refusal or not pools.can_allocate(needed):
+            self._parts.peers.send(key, LaneReady(message.trial_id, []))
+            return
+        trial = _Trial(message, pools.allocate(needed))
+        self._trials[key] = trial
+        write = partial(write_pattern, self._parts.engine.cache.views[0], trial.blocks[0])
+        trial.moves_in_flight += 1
+
+        def written(_: object) -> None:
+            self._moved(key, trial)
+            self._parts.peers.send(key, LaneReady(message.trial_id, trial.blocks[0]))
+
+        def failed(error: KvxferError) -> None:
+            self._moved(key, trial)
+            self._parts.peers.lose(key, f"no pattern for a lane trial: {error}")
+
+        self._parts.transfer.submit(
+            lambda: self._parts.engine.on_device(partial(write, trial_seed(message.trial_id))),
+            written,
+            failed,
+        )
+
+    def _on_push(self, key: str, message: LanePush) -> None:
+        trial = self._trials.get(key)
+        if trial is None or trial.message.trial_id != message.trial_id:
+            raise WireError("LanePush for no trial of this peer")
+        peer = self._parts.peers.require_met(key)
+        lane = Lane.parse(message.lane)
+        if lane.direction is not Direction.PUSH or lane not in peer.lanes:
+            raise WireError(f"LanePush by {lane}, which is no lane of this pair")
+        source = (first_group(self._parts), self._parts.growth.regions, trial.blocks[0])
+        try:
+            plan = trial_plan(source, peer, trial.message.blocks, trial.message.num_tokens)
+        except KvxferError as error:
+            self._answer(key, message, 0, str(error))
+            return
+        self._push(key, trial, message, lane, plan, [])
+
+    def _push(
+        self,
+        key: str,
+        trial: _Trial,
+        message: LanePush,
+        lane: Lane,
+        plan: TransferPlan,
+        times_ns: list[int],
+    ) -> None:
+        def ended(movement: Movement) -> None:
+            self._moved(key, trial)
+            times_ns.append(movement.end_ns - movement.start_ns)
+            if movement.error or len(times_ns) == NUM_TRANSFERS:
+                self._answer(key, message, min(times_ns), movement.error or "")
+            elif not trial.is_over:
+                self._push(key, trial, message, lane, plan, times_ns)
+
+        trial.moves_in_flight += 1
+        self._parts.transfer.move(key, lane, plan, ended)
+
+    def _answer(self, key: str, message: LanePush, elapsed_ns: int, error: str) -> None:
+        answer = LanePushed(message.trial_id, message.lane, elapsed_ns, error)
+        self._parts.peers.send(key, answer)
+
+    def _on_chosen(self, key: str, chosen: LaneChosen) -> None:
+        peer = self._parts.peers.require_met(key)
+        lane = Lane.parse(chosen.lane)
+        if lane not in peer.lanes:
+            raise WireError(f"LaneChosen {lane}, which is no lane of this pair")
+        self.lost(peer)
+        self._parts.peers.settle(peer, lane, chosen.gbps)
+
+    def lost(self, peer: Peer) -> None:
+        """The trial with this peer, if any, is over."""
+        trial = self._trials.get(peer.key)
+        if trial is not None:
+            trial.is_over = True
+            self._free_if_quiet(peer.key, trial)
+
+    def _moved(self, key: str, trial: _Trial) -> None:
+        trial.moves_in_flight -= 1
+        self._free_if_quiet(key, trial)
+
+    def _free_if_quiet(self, key: str, trial: _Trial) -> None:
+        if trial.is_over and trial.moves_in_flight == 0:
+            self._parts.engine.pools.free(trial.blocks)
+            if self._trials.get(key) is trial:
+                del self._trials[key]

@@ -1,0 +1,193 @@
+"""Pairs that try their lanes out: real bytes through real caches, and what is concluded."""
+
+import logging
+
+import pytest
+from support.faulty import SlowLoopback
+
+from kvxfer.control.lane_messages import LaneChosen, LanePush, LaneReady, LaneTrial
+from kvxfer.control.messages import Welcome
+from kvxfer.control.session import PeerState
+from kvxfer.errors import HandshakeRejected
+from kvxfer.transfer.connector import Direction
+from kvxfer.transfer.lanes import Lane, best_of
+
+
+def tried(cluster, **changes):
+    """A pair, ready, whose lanes were tried out."""
+    return cluster.pair("auto", lane_test=True, **changes)
+
+
+def lanes_of(*workers):
+    return [worker.peers.ready()[0].lane for worker in workers]
+
+
+PUSH, PULL = (Lane("loopback", direction) for direction in Direction)
+
+
+@pytest.mark.parametrize("layouts", [("LBHNC", "LBHNC"), ("LHBNC", "BLNHC")])
+def test_both_use_the_lane_that_was_quickest_and_say_how_quick(cluster, caplog, layouts):
+    caplog.set_level(logging.INFO)
+    engines = [{"engine": {"layout": layout}} for layout in layouts]
+    prefill, decode = tried(cluster, prefill=engines[0], decode=engines[1])
+    lane, same = lanes_of(prefill, decode)
+    assert lane == same
+    (peer,) = decode.peers.ready()
+    assert peer.lane_gbps == prefill.peers.ready()[0].lane_gbps > 0
+    assert f"lane to prefill-0: {lane} at" in caplog.text
+    assert "one thread's memcpy here" in caplog.text
+    assert "also tried" in caplog.text
+    assert decode.role.status()["lane prefill-0"] == str(lane)
+    cluster.until_idle()
+
+
+def test_requests_are_served_by_the_lane_that_was_chosen(cluster):
+    _, decode = tried(cluster)
+    sent = cluster.send(decode, 24, 5)
+    cluster.finish(sent)
+    sent.check_equal()
+    cluster.until_idle()
+
+
+class OneWay(SlowLoopback):
+    """Loopback that gets pulls wrong: it copies nothing and says that it is done."""
+
+    def submit(self, peer, direction, plan):
+        if direction is Direction.PULL:
+            from kvxfer.transfer.plan import TransferPlan
+
+            plan = TransferPlan(())
+        return super().submit(peer, direction, plan)
+
+
+def replace(worker, kind):
+    worker.engine.connector.connectors["loopback"].__class__ = kind
+
+
+def idle_pair(cluster, **changes):
+    prefill = cluster.add("prefill", lane="auto", lane_test=True, **changes)
+    decode = cluster.add("decode", lane="auto", lane_test=True, **changes)
+    return prefill, decode
+
+
+def ready(*workers):
+    return lambda: all(worker.peers.ready() for worker in workers)
+
+
+def test_a_lane_that_delivers_wrong_bytes_is_never_used(cluster, caplog):
+    prefill, decode = idle_pair(cluster)
+    replace(decode, OneWay)
+    decode.peers.dial(prefill.address)
+    cluster.until(ready(prefill, decode))
+    assert lanes_of(prefill, decode) == [PUSH, PUSH]
+    assert "loopback/pull to prefill-0 does not work: it delivered wrong bytes" in caplog.text
+    cluster.until_idle()
+
+
+def test_a_pair_of_whose_lanes_none_works_stays_apart_and_nothing_leaks(cluster, caplog):
+    prefill, decode = idle_pair(cluster)
+    for worker in (prefill, decode):
+        worker.connector.refuse.add("submit")
+    decode.peers.dial(prefill.address)
+    cluster.until(lambda: "no lane works" in caplog.text)
+    assert not decode.peers.ready()
+    for worker in (prefill, decode):
+        worker.connector.refuse.clear()
+    cluster.until(ready(prefill, decode))
+    cluster.until_idle()
+
+
+def test_without_free_blocks_the_lanes_are_not_tried(cluster, caplog):
+    caplog.set_level(logging.INFO)
+    prefill, decode = idle_pair(cluster)
+    held = decode.pools.allocate([decode.pools.groups[0].num_free])
+    decode.peers.dial(prefill.address)
+    cluster.until(ready(prefill, decode))
+    assert "were not tried: no blocks are free here" in caplog.text
+    assert lanes_of(prefill, decode) == [PUSH, PUSH]
+    decode.pools.free(held)
+    cluster.until_idle()
+
+
+def test_a_lane_slower_than_asked_for_is_refused(cluster):
+    prefill, decode = idle_pair(cluster, min_lane_gbps=1e6)
+    decode.peers.dial(prefill.address)
+    with pytest.raises(HandshakeRejected, match="min_lane_gbps") as refused:
+        cluster.until(ready(prefill, decode))
+    assert "loopback" in str(refused.value)
+    cluster.remove(decode)
+    cluster.until(lambda: prefill.is_idle())
+
+
+def test_a_worker_that_does_not_try_lanes_out_is_not_asked_to(cluster):
+    prefill = cluster.add("prefill", lane="auto", lane_test=True)
+    decode = cluster.add("decode", lane="auto", lane_test=False)
+    decode.peers.dial(prefill.address)
+    cluster.until(ready(prefill, decode))
+    assert lanes_of(prefill, decode) == [PUSH, PUSH]
+
+
+def test_a_prefill_that_goes_away_meanwhile_leaves_nothing_behind(cluster):
+    prefill, decode = idle_pair(cluster)
+    decode.connector.moving.clear()
+    decode.peers.dial(prefill.address)
+    cluster.until(lambda: decode.connector.num_submitted > 0)
+    cluster.remove(prefill)
+    decode.peers.lose(next(iter(decode.peers._peers)), "the test says so")
+    assert decode.pools.counts().quarantined > 0
+    decode.connector.moving.set()
+    cluster.until(lambda: decode.pools.counts().quarantined == 0)
+
+
+def test_prefill_gives_its_blocks_back_when_decode_falls_silent(cluster):
+    prefill = cluster.add("prefill", lane="auto", lane_test=True)
+    wire = cluster.wire("decode", lane="auto", lane_test=True)
+    wire.dial(prefill)
+    cluster.until(lambda: wire.says(wire.hello()))
+    cluster.until(lambda: bool(wire.of(Welcome)))
+    wire.send(LaneTrial("t" * 16, 8, [1, 2]))
+    cluster.until(lambda: bool(wire.of(LaneReady)))
+    assert prefill.pools.counts().used == 2
+    assert not prefill.peers.ready()
+    prefill.peers.lose(wire_key(prefill), "the test says so")
+    cluster.until(lambda: prefill.pools.counts().used == 0)
+
+
+def wire_key(worker):
+    (key,) = worker.peers._peers
+    return key
+
+
+WRONG = {
+    "no whole blocks": LaneTrial("t" * 16, 6, [1, 2]),
+    "fewer blocks": LaneTrial("t" * 16, 8, [1]),
+    "a block twice": LaneTrial("t" * 16, 8, [1, 1]),
+    "the null block": LaneTrial("t" * 16, 8, [0, 1]),
+    "beyond the capacity": LaneTrial("t" * 16, 8, [1, 1 << 40]),
+    "no tokens": LaneTrial("t" * 16, 0, []),
+    "a push without a trial": LanePush("t" * 16, "loopback/push"),
+    "an unknown lane": LaneChosen("t" * 16, "pigeon/push", 1.0),
+    "no lane": LaneChosen("t" * 16, "sideways", 1.0),
+}
+
+
+@pytest.mark.parametrize("message", WRONG.values(), ids=WRONG)
+def test_a_wrong_word_costs_the_peer_its_session_and_nothing_else(cluster, message):
+    prefill = cluster.add("prefill", lane="auto", lane_test=True)
+    wire = cluster.wire("decode", lane="auto", lane_test=True)
+    wire.dial(prefill)
+    cluster.until(lambda: wire.says(wire.hello()))
+    cluster.until(lambda: bool(wire.of(Welcome)))
+    (peer,) = prefill.peers._peers.values()
+    wire.send(message)
+    cluster.until(lambda: peer.state is PeerState.GONE)
+    prefill.check_conserved()
+    assert prefill.pools.counts().used == 0
+
+
+def test_of_lanes_that_are_about_as_quick_the_first_is_best():
+    lanes = [PULL, PUSH]
+    assert best_of(lanes, {PULL: 9.5, PUSH: 10.0}) == PULL
+    assert best_of(lanes, {PULL: 5.0, PUSH: 10.0}) == PUSH
+    assert best_of(lanes, {PUSH: 0.1}) == PUSH
+    assert best_of(lanes, {}) is None
