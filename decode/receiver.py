@@ -53,7 +53,13 @@ class Receiver:
         grant = Grant(request.grant_id, request.prompt_blocks, timeout_s)
         self._peers.send(
             peer.key,
-            PrefillRequest(request.request_id, generate.tokens, generate.sampling, grant),
+            PrefillRequest(
+                request.request_id,
+                generate.tokens,
+                generate.sampling,
+                grant,
+                request.wants_digest,
+            ),
         )
 
     def read(self, request: DecodeRequest, ready: Ready) -> None:
@@ -61,9 +67,7 @@ class Receiver:
         peer = request.prefill
         assert peer is not None
         assert peer.facts is not None
-        in_order = ready.start == request.tokens_read < ready.stop <= request.num_prompt_tokens
-        if not in_order or request.offer_is_final:
-            raise WireError(f"request {request.request_id}: Ready does not follow what came before")
+        layers = self._next_layers(request, ready)
         leased, num_prompt = ready.lease.blocks, request.num_prompt_tokens
         wrong = why_not_blocks(peer.facts.geometry, leased, num_prompt)
         if wrong:
@@ -71,11 +75,12 @@ class Receiver:
         geometry = self._cache.geometry
         source = cache_sides(peer.facts.geometry, peer.regions, leased, num_prompt)
         target = cache_sides(geometry, self._regions(), request.prompt_blocks, num_prompt)
-        tokens = travelling(geometry.specs, num_prompt, range(ready.start, ready.stop))
-        plan = plan_groups(source, target, tokens)
-        if ready.start == 0:
+        theirs = peer.facts.geometry.specs
+        tokens = travelling(geometry.specs, num_prompt, range(ready.start, ready.stop), theirs)
+        plan = plan_groups(source, target, tokens, layers)
+        if request.tokens_read == 0 and not any(request.layers_read):
             self._trace.event("transfer_start", request=request.request_id, lane="pull")
-        request.tokens_read = ready.stop
+        self._advance(request, ready, layers)
         request.lease_blocks = ready.lease.blocks
         request.offer_is_final = ready.final
         request.reads_in_flight += 1
@@ -87,6 +92,30 @@ class Receiver:
 
         assert request.lane is not None
         self._transfer.move(peer.key, request.lane, plan, ended)
+
+    def _next_layers(self, request: DecodeRequest, ready: Ready) -> list[range]:
+        """The layers offered, if they and their tokens follow what was offered before; else
+        WireError. What is skipped would never arrive."""
+        before = request.layers_read or [0] * len(request.specs)
+        in_order = ready.start == request.tokens_read < ready.stop <= request.num_prompt_tokens
+        same_stretch = ready.stop == request.stretch_end or not any(before)
+        layers = [range(first, end) for first, end in ready.layers]
+        whole = [spec.num_layers for spec in request.specs]
+        fits = [one.start for one in layers] == before and all(
+            one.start <= one.stop <= end for one, end in zip(layers, whole, strict=True)
+        )
+        if not (in_order and same_stretch and fits and any(layers)) or request.offer_is_final:
+            raise WireError(f"request {request.request_id}: Ready does not follow what came before")
+        is_last = [one.stop for one in layers] == whole and ready.stop == request.num_prompt_tokens
+        if ready.final and not is_last:
+            raise WireError(f"request {request.request_id}: Ready is final before all was offered")
+        return layers
+
+    def _advance(self, request: DecodeRequest, ready: Ready, layers: Sequence[range]) -> None:
+        request.layers_read = [one.stop for one in layers]
+        request.stretch_end = ready.stop
+        if request.layers_read == [spec.num_layers for spec in request.specs]:
+            request.tokens_read, request.layers_read = ready.stop, []
 
     def _read_ended(self, request: DecodeRequest, movement: Movement) -> None:
         if request.state is RequestState.ABORTING:

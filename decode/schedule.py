@@ -59,10 +59,15 @@ class DecodeRequest:
     reads_in_flight: int = 0
     tokens_read: int = 0
     """Pull: tokens [0, tokens_read) were offered and their reads submitted."""
+    layers_read: list[int] = field(default_factory=list)
+    """Of the tokens that follow those, layers offered already, group by group."""
+    stretch_end: int = 0
+    """Where those tokens end, while some of their layers are to come."""
     lease_blocks: list[list[int]] = field(default_factory=list)
     offer_is_final: bool = False
     writer_ended: bool = False
     """Prefill said, or was fenced so, that it writes nothing more for this request."""
+    wants_digest: bool = False
     stats: TransferStats = field(default_factory=TransferStats)
     kv_digests: list[str] = field(default_factory=list)
     output: list[int] = field(default_factory=list)

@@ -7,9 +7,10 @@ import time
 from functools import partial
 
 from decode.admission import choose_prefill, why_not
+from decode.decoding import Decoding
 from decode.lane_trials import LaneTrials
 from decode.receiver import Receiver
-from decode.schedule import DecodeBatch, DecodeRequest, RequestState
+from decode.schedule import DecodeRequest, RequestState
 from kvxfer.cache.footprint import blocks_needed
 from kvxfer.control.messages import (
     Abort,
@@ -20,13 +21,13 @@ from kvxfer.control.messages import (
     Failed,
     Generate,
     Ready,
-    Token,
 )
 from kvxfer.control.session import Peer
 from kvxfer.errors import KvxferError
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.digest import prompt_digests
 from kvxfer.worker.assembly import WorkerParts
+from kvxfer.worker.integrity import Integrity
 from kvxfer.worker.loop import Handler
 
 logger = logging.getLogger(__name__)
@@ -39,12 +40,13 @@ class DecodeWorker:
         engine = parts.engine
         self._parts = parts
         self._requests: dict[str, DecodeRequest] = {}
-        self._batch = DecodeBatch(parts.options.max_num_seqs)
+        self._decoding = Decoding(parts, self._end)
         self._receiver = Receiver(
             engine.cache, parts.transfer, parts.peers, lambda: parts.growth.regions, parts.trace
         )
         self._receiver.on_failed = self._fail
         self._receiver.on_quiet = self._end_if_quiet
+        self._integrity = Integrity(parts)
         self._lane_trials = LaneTrials(parts)
         self.handlers: dict[type, Handler] = {
             Generate: self._on_generate,
@@ -110,7 +112,7 @@ class DecodeWorker:
             return self._writer_over(request)
         request.check_granted(Direction.PULL)
         self._receiver.prove_pulled(request, confirmed)
-        return self._filled(request, confirmed.first_token)
+        return self._arrived(request, confirmed.first_token, confirmed.digest)
 
     def _on_done(self, key: str, done: Done) -> None:
         request = self._of(key, done.request_id, done.grant_id)
@@ -118,7 +120,7 @@ class DecodeWorker:
             return self._writer_over(request)
         request.check_granted(Direction.PUSH)
         self._receiver.prove_pushed(request, done)
-        return self._filled(request, done.first_token)
+        return self._arrived(request, done.first_token, done.digest)
 
     def _on_failed(self, key: str, failed: Failed) -> None:
         request = self._of(key, failed.request_id, failed.grant_id)
@@ -154,14 +156,36 @@ class DecodeWorker:
                 self._parts.growth.request_for(needed)
                 return
             request.blocks = pools.allocate(needed)
+            request.wants_digest = self._integrity.wants(request.request_id)
             self._receiver.grant(request, peer, self._parts.options.request_timeout_s)
+
+    def _arrived(self, request: DecodeRequest, first_token: int, digest: int | None) -> None:
+        """All of it is here; where a digest was asked for, it has to be that of what is here."""
+        if not request.wants_digest:
+            self._filled(request, first_token)
+            return
+
+        def compare(found: int) -> None:
+            if found == digest:
+                self._filled(request, first_token)
+            else:
+                self._fail(request, f"digest: KV of {found:#x} arrived, prefill had {digest}")
+
+        assert request.prefill is not None and request.prefill.facts is not None
+        theirs = request.prefill.facts.geometry.specs
+        self._integrity.compute(
+            request.prompt_blocks,
+            request.num_prompt_tokens,
+            theirs,
+            compare,
+            lambda error: self._fail(request, str(error)),
+        )
 
     def _filled(self, request: DecodeRequest, first_token: int) -> None:
         """Only now do the blocks count as filled: digests first, before decode writes to them."""
-        request.output.append(first_token)
-        self._parts.peers.send(request.router, Token(request.request_id, 0, first_token))
+        self._decoding.tell(request, first_token)
         if not request.generate.verify:
-            self._join(request)
+            self._decoding.join(request)
             return
         cache = self._parts.engine.cache
         self._parts.model.submit(
@@ -172,44 +196,7 @@ class DecodeWorker:
 
     def _digested(self, request: DecodeRequest, digests: list[str]) -> None:
         request.kv_digests = digests
-        self._join(request)
-
-    def _join(self, request: DecodeRequest) -> None:
-        if request.finish_reason():
-            self._end(request, request.finish_reason(), "")
-            return
-        self._batch.join(request)
-        self._step()
-
-    def _step(self) -> None:
-        batch = self._batch.next_batch()
-        if not batch:
-            return
-        self._batch.is_computing = True
-        steps = [request.next_step() for request in batch]
-        self._parts.steps.submit(
-            partial(self._parts.engine.runner.decode_step, steps),
-            partial(self._stepped, batch),
-            partial(self._step_failed, batch),
-        )
-
-    def _stepped(self, batch: list[DecodeRequest], tokens: list[int]) -> None:
-        self._batch.is_computing = False
-        for request, token in zip(batch, tokens, strict=True):
-            request.output.append(token)
-            index = len(request.output) - 1
-            self._parts.peers.send(request.router, Token(request.request_id, index, token))
-            if request.finish_reason():
-                self._batch.leave(request)
-                self._end(request, request.finish_reason(), "")
-        self._step()
-
-    def _step_failed(self, batch: list[DecodeRequest], error: KvxferError) -> None:
-        self._batch.is_computing = False
-        for request in batch:
-            self._batch.leave(request)
-            self._end(request, "error", str(error))
-        self._step()
+        self._decoding.join(request)
 
     def _fail(self, request: DecodeRequest, reason: str) -> None:
         self._give_up(request, "error", reason)

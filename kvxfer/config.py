@@ -22,6 +22,7 @@ LONGEST_WORKER_ID = 200
 """With the incarnation it is a ZeroMQ identity (at most 255 bytes) and an agent's name (256)."""
 
 Commit = Literal["all", "elastic"]
+Digest = Literal["off", "sampled", "always"]
 PeerLoss = Literal["wait", "exit"]
 
 
@@ -64,6 +65,12 @@ class WorkerOptions:
     """Bytes of KV cache, exactly (default: measured after warm-up)."""
     memory_budget_bytes: int = 0
     """Bytes this worker may use in all, weights included (default: what is free)."""
+    kv_stream_bytes: int = 4 << 20
+    """Hand the KV of a chunk over in groups of layers of at least this many bytes, while later
+    layers are computed."""
+    kv_digest: Digest = "off"
+    """Compare a digest of each prompt's KV at both ends of its hand-over: off, sampled (one request
+    in 16) or always. Decode's word counts."""
     kv_commit: Commit = "all"
     """all: commit the whole budget after warm-up; elastic: commit as blocks run low."""
     kv_initial_blocks: int = 0
@@ -99,7 +106,8 @@ class WorkerOptions:
 
 def resolve(options: WorkerOptions, role: str) -> WorkerOptions:
     """A new object without an 'auto' that needs no device; raises UsageError."""
-    positive = ("block_size", "max_num_seqs", "max_num_batched_tokens", "threads")
+    sizes = ("block_size", "max_num_seqs", "max_num_batched_tokens", "threads")
+    positive = (*sizes, "kv_stream_bytes")
     natural = ("max_model_len", "kv_cache_memory_bytes", "memory_budget_bytes", "kv_initial_blocks")
     for name, least in [*((n, 1) for n in positive), *((n, 0) for n in natural)]:
         if getattr(options, name) < least:

@@ -48,11 +48,17 @@ class PrefillJob:
     state: JobState = JobState.WAITING
     blocks: list[list[int]] = field(default_factory=list)
     """Group by group."""
+    layers_sent: list[int] = field(default_factory=list)
+    """Of the chunk that is being computed, layers handed over already, group by group."""
     computed: int = 0
     """Tokens whose KV is in our cache."""
     first_token: int | None = None
     chunk_running: bool = False
     moves_in_flight: int = 0
+    digest: int | None = None
+    digest_running: bool = False
+    is_taken: bool = False
+    """Pull: decode has read everything."""
     stats: TransferStats = field(default_factory=TransferStats)
     failure: str = ""
     """Why it was given up; told to decode once nothing of ours is under way any more."""
@@ -69,14 +75,19 @@ class PrefillJob:
         return self.lane.direction if self.lane else None
 
     @property
+    def is_pushed(self) -> bool:
+        return self.direction is Direction.PUSH
+
+    @property
     def key(self) -> tuple[str, str]:
         """A request id is a router's, who may use it again; a grant is used once."""
         return self.peer.key, self.request.grant.grant_id
 
     @property
     def is_quiet(self) -> bool:
-        """Neither the model nor the connector works for it."""
-        return not self.chunk_running and self.moves_in_flight == 0
+        """Neither the model nor the connectors work for it."""
+        busy = self.chunk_running or self.digest_running
+        return not busy and self.moves_in_flight == 0
 
 
 class PrefillScheduler:

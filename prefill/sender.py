@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvxfer.cache.footprint import prompt_entries, travelling
 from kvxfer.cache.kv_cache import KVCache
@@ -44,21 +44,25 @@ class Sender:
         self._trace = trace
         self._settle = settle
 
-    def hand_over(self, job: PrefillJob, tokens: range, timeout_s: float) -> None:
-        """Send `tokens`, which were just computed, on their way. Raises PlanError, RegionError."""
+    def hand_over(
+        self, job: PrefillJob, tokens: range, layers: Sequence[range], timeout_s: float
+    ) -> None:
+        """Send the KV of `tokens` in `layers`, group by group, which was just computed, on its way.
+        Raises PlanError, RegionError."""
         if job.direction is Direction.PUSH:
-            self._push(job, tokens)
+            self._push(job, tokens, layers)
         else:
-            self._offer(job, tokens, timeout_s)
+            self._offer(job, tokens, layers, timeout_s)
 
-    def _push(self, job: PrefillJob, tokens: range) -> None:
+    def _push(self, job: PrefillJob, tokens: range, layers: Sequence[range]) -> None:
         assert job.peer.facts is not None
         num_prompt, specs = len(job.request.tokens), self._cache.geometry.specs
-        source = cache_sides(self._cache.geometry, self._regions(), self._kept(job), num_prompt)
+        source = cache_sides(self._cache.geometry, self._regions(), self.kept(job), num_prompt)
         granted, theirs = job.request.grant.blocks, job.peer.facts.geometry
         target = cache_sides(theirs, job.peer.regions, granted, num_prompt)
-        plan = plan_groups(source, target, travelling(specs, num_prompt, tokens))
-        if tokens.start == 0:
+        moved = travelling(specs, num_prompt, tokens, theirs.specs)
+        plan = plan_groups(source, target, moved, layers)
+        if tokens.start == 0 and not any(one.start for one in layers):
             self._trace.event("transfer_start", request=job.request.request_id, lane="push")
         job.moves_in_flight += 1
 
@@ -72,13 +76,18 @@ class Sender:
         assert job.lane is not None
         self._transfer.move(job.peer.key, job.lane, plan, ended)
 
-    def _offer(self, job: PrefillJob, tokens: range, timeout_s: float) -> None:
-        final = tokens.stop == len(job.request.tokens)
-        lease = Lease(job.request.grant.grant_id, self._kept(job), timeout_s)
-        ready = Ready(job.request.request_id, lease, tokens.start, tokens.stop, final)
+    def _offer(
+        self, job: PrefillJob, tokens: range, layers: Sequence[range], timeout_s: float
+    ) -> None:
+        ends = [spec.num_layers for spec in self._cache.geometry.specs]
+        is_whole = [one.stop for one in layers] == ends
+        final = is_whole and tokens.stop == len(job.request.tokens)
+        lease = Lease(job.request.grant.grant_id, self.kept(job), timeout_s)
+        stretches = [(one.start, one.stop) for one in layers]
+        ready = Ready(job.request.request_id, lease, tokens.start, tokens.stop, stretches, final)
         self._peers.send(job.peer.key, ready)
 
-    def _kept(self, job: PrefillJob) -> list[list[int]]:
+    def kept(self, job: PrefillJob) -> list[list[int]]:
         """The blocks of what travels, group by group."""
         entries = prompt_entries(self._cache.geometry.specs, len(job.request.tokens))
         pairs = zip(job.blocks, entries, strict=True)
@@ -106,8 +115,10 @@ class Sender:
                 layers,
                 job.first_token,
                 stats,
+                job.digest,
             )
             self._peers.send(job.peer.key, done)
         else:
-            confirmed = Confirmed(request.request_id, request.grant.grant_id, job.first_token)
+            ids = request.request_id, request.grant.grant_id
+            confirmed = Confirmed(*ids, job.first_token, job.digest)
             self._peers.send(job.peer.key, confirmed)

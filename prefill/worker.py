@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,12 @@ from kvxfer.model.sampling import SampleSpec
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.sides import why_not_blocks
 from kvxfer.worker.assembly import WorkerParts
+from kvxfer.worker.integrity import Integrity
 from kvxfer.worker.loop import Handler
 from prefill.lane_trials import LaneTrialServer
 from prefill.schedule import JobState, PrefillJob, PrefillScheduler
 from prefill.sender import Sender
+from prefill.streaming import LayerStreamer, Written
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,8 @@ class PrefillWorker:
             parts.trace,
             self._settle,
         )
+        self._integrity = Integrity(parts)
+        self._streamer = LayerStreamer(parts)
         self._lane_trials = LaneTrialServer(parts)
         self.handlers: dict[type, Handler] = {
             PrefillRequest: self._on_request,
@@ -103,8 +108,8 @@ class PrefillWorker:
             broken = Failed(taken.request_id, taken.lease_id, "the lease was broken")
             self._parts.peers.send(key, broken)
             return
-        self._sender.complete(job)
-        self._end(job)
+        job.is_taken = True
+        self._settle(job)
 
     def _on_abort(self, key: str, abort: Abort) -> None:
         job = self._jobs.get((key, abort.grant_id))
@@ -136,22 +141,58 @@ class PrefillWorker:
             return
         job, step = found
         job.chunk_running = True
-        runner = self._parts.engine.runner
+        job.layers_sent = [0] * len(self._parts.engine.specs)
         self._parts.steps.submit(
-            partial(runner.prefill_chunk, step),
+            self._streamer.prefill(step, partial(self._layers_written, job, step)),
             partial(self._chunk_done, job, step),
             partial(self._chunk_failed, job),
         )
 
+    def _layers_written(self, job: PrefillJob, step: SequenceStep, written: Written) -> None:
+        """Some layers of a chunk are there while later ones are computed."""
+        if job.chunk_running and job.computed == step.start:
+            tokens = range(step.start, step.start + len(step.tokens))
+            self._hand_over(job, tokens, written)
+            self._settle(job)
+
+    def _hand_over(self, job: PrefillJob, tokens: range, written: Sequence[int]) -> None:
+        """Layers up to `written`, group by group, but for what went before."""
+        if job.state not in (JobState.COMPUTING, JobState.HANDING_OVER):
+            return
+        layers = [
+            range(sent, max(sent, n)) for sent, n in zip(job.layers_sent, written, strict=True)
+        ]
+        if not any(layers):
+            return
+        job.layers_sent = [one.stop for one in layers]
+        try:
+            self._sender.hand_over(job, tokens, layers, job.deadline_s - time.monotonic())
+        except KvxferError as error:
+            self._give_up(job, str(error))
+
     def _chunk_done(self, job: PrefillJob, step: SequenceStep, token: int | None) -> None:
         tokens = self._scheduler.finish_chunk(job, step, token)
-        if job.state in (JobState.COMPUTING, JobState.HANDING_OVER):
-            try:
-                self._sender.hand_over(job, tokens, job.deadline_s - time.monotonic())
-            except KvxferError as error:
-                self._give_up(job, str(error))
+        if job.state is JobState.HANDING_OVER and job.request.wants_digest:
+            self._start_digest(job)
+        self._hand_over(job, tokens, [spec.num_layers for spec in self._parts.engine.specs])
         self._settle(job)
         self._pump()
+
+    def _start_digest(self, job: PrefillJob) -> None:
+        assert job.peer.facts is not None
+        job.digest_running = True
+
+        def done(digest: int) -> None:
+            job.digest, job.digest_running = digest, False
+            self._settle(job)
+
+        def failed(error: KvxferError) -> None:
+            job.digest_running = False
+            self._give_up(job, str(error))
+
+        theirs = job.peer.facts.geometry.specs
+        num_prompt = len(job.request.tokens)
+        self._integrity.compute(self._sender.kept(job), num_prompt, theirs, done, failed)
 
     def _chunk_failed(self, job: PrefillJob, error: KvxferError) -> None:
         job.chunk_running = False
@@ -180,7 +221,7 @@ class PrefillWorker:
             self._end(job)
             # Also to a peer that was lost meanwhile: should it live, blocks wait for this word.
             self._parts.peers.send(job.peer.key, message)
-        elif job.state is JobState.HANDING_OVER and job.direction is Direction.PUSH:
+        elif job.state is JobState.HANDING_OVER and (job.is_taken or job.is_pushed):
             self._sender.complete(job)
             self._end(job)
 

@@ -48,14 +48,30 @@ def prompt_entries(specs: Specs, num_prompt: int) -> list[range]:
     return [spec.kept(n) for spec, n in zip(specs, tokens, strict=True)]
 
 
-def travelling(specs: Specs, num_prompt: int, computed: range) -> list[range]:
+def travelling(
+    specs: Specs, num_prompt: int, computed: range, theirs: Specs | None = None
+) -> list[range]:
     """The tokens of KV, group by group, that travel once the prompt's tokens `computed` are: of
-    each chunk what is kept; the decoder's start with the last chunk."""
+    each chunk what is kept; the decoder's start with the last chunk.
+
+    `theirs` are the other end's specs. Windows keep whole blocks, so where block sizes differ, the
+    end with the larger blocks keeps some tokens more in front: what travels is what both keep,
+    from the later of the two starts. No later token sees those in front of it.
+    """
+    firsts = _first_kept(specs, num_prompt)
+    if theirs is not None:
+        firsts = list(map(max, firsts, _first_kept(theirs, num_prompt)))
     found = []
-    for spec, entries in zip(specs, prompt_entries(specs, num_prompt), strict=True):
+    for spec, first in zip(specs, firsts, strict=True):
         if has_encoder(specs) and spec.kind is not GroupKind.CROSS:
             found.append(range(int(computed.stop == num_prompt and bool(computed))))
         else:
-            start = max(computed.start, entries.start * spec.block_size)
+            start = max(computed.start, first)
             found.append(range(start, max(start, computed.stop)))
     return found
+
+
+def _first_kept(specs: Specs, num_prompt: int) -> list[int]:
+    """The first token, group by group, of the entries that are kept."""
+    entries = prompt_entries(specs, num_prompt)
+    return [kept.start * spec.block_size for spec, kept in zip(specs, entries, strict=True)]

@@ -186,16 +186,19 @@ class PrefillRequest(WireStruct, frozen=True):
     tokens: list[int]
     sampling: Sampling
     grant: Grant
+    wants_digest: bool
+    """Whether Done or Confirmed shall say what the KV's digest is."""
 
 
 class Ready(WireStruct, frozen=True):
-    """Pull: the KV of the prompt's tokens [start, stop) is there; `final` says that no more will
-    come."""
+    """Pull: of the prompt's tokens [start, stop) the KV of `layers` is there, [first, end) in each
+    group; `final` says that no more will come."""
 
     request_id: str
     lease: Lease
     start: int
     stop: int
+    layers: list[tuple[int, int]]
     final: bool
 
 
@@ -210,6 +213,8 @@ class Confirmed(WireStruct, frozen=True):
     request_id: str
     lease_id: str
     first_token: int
+    digest: int | None
+    """`kvxfer.transfer.checksum` of all that was handed over."""
 
 
 class Done(WireStruct, frozen=True):
@@ -222,6 +227,7 @@ class Done(WireStruct, frozen=True):
     num_layers: int
     first_token: int
     transfer: TransferStats
+    digest: int | None
 
 
 class Abort(WireStruct, frozen=True):

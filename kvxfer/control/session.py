@@ -131,11 +131,17 @@ def agree(ours: WorkerFacts, theirs: WorkerFacts) -> list[Lane]:
         for name in (one.name for one in dataclasses.fields(spec)):
             same.append((f"{name}{where}", getattr(spec, name), getattr(other, name)))
     for name, mine, yours in same:
-        if mine != yours:
+        if mine != yours and not (name.startswith("block_size") and _divides(mine, yours)):
             raise HandshakeRejected(name, mine, yours)
     if {ours.role, theirs.role} != {"prefill", "decode"}:
         raise HandshakeRejected("role", ours.role, theirs.role)
     return candidates(_side(ours), _side(theirs))
+
+
+def _divides(mine: object, yours: object) -> bool:
+    """Blocks of two sizes go into one another."""
+    sizes = [size for size in (mine, yours) if isinstance(size, int)]
+    return len(sizes) == 2 and max(sizes) % min(sizes) == 0
 
 
 def _side(facts: WorkerFacts) -> LaneSide:

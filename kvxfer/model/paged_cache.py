@@ -6,13 +6,13 @@ strides, owned by the caller; C is K's head size, then V's. The facts relied on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 from transformers import Cache
 
-from kvxfer.model.groups import LayerKV
+from kvxfer.model.groups import LayerKV, Place
 from kvxfer.model.packing import DecodeGroup, DecodeStep, GroupStep, PackedStep
 
 STEP_ARGUMENT: Final = "kvxfer_step"
@@ -24,13 +24,17 @@ Views = Sequence[Sequence[torch.Tensor]]
 class PagedCache(Cache):
     """The KV of one step: writes its rows, reads each sequence's blocks back.
 
-    Nothing gathered outlives the layer that asked for it.
+    Nothing gathered outlives the layer that asked for it. `on_written` is told of each layer whose
+    rows are in the blocks, or will be once the device has done what it was given.
     """
 
-    def __init__(self, views: Views, step: PackedStep) -> None:
+    def __init__(
+        self, views: Views, step: PackedStep, on_written: Callable[[Place], None] | None = None
+    ) -> None:
         super().__init__(layers=[])
         self._views = views
         self._step = step
+        self._on_written = on_written
 
     def update(
         self,
@@ -48,6 +52,8 @@ class PagedCache(Cache):
         view, part = self._views[place.group][place.index], self._step.groups[place.group]
         _hand_over(self._step, kwargs)
         write_rows(view, part, key_states, value_states)
+        if self._on_written is not None:
+            self._on_written(place)
         return split_kv(gather(view, part), key_states.shape[-1])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -9,15 +9,15 @@ encoder_decoder), op by op.
 On a GPU, warm-up records the decode step (see decode_graph) and decode_step repeats it; prefill,
 and everything on the CPU, runs op by op. The bits of a GPU depend on the batch.
 
-Supported: transformers 5.17 to 5.39. Some version up to 5.24 renamed the forward's argument
-`past_key_values` to `cache`, and 5.40 drops the old name; `_cache_argument` is the only shim.
+A rank of a tensor-parallel model runs as the whole does, over its own heads; all ranks make the
+same calls, and choose from the same logits. Supported: transformers 5.17 to 5.39.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +27,10 @@ from kvxfer.cache.table import BlockTable
 from kvxfer.errors import ModelError, UnsupportedModel, UsageError
 from kvxfer.model import encoder_decoder, probe
 from kvxfer.model.checks import check_steps, check_views
+from kvxfer.model.choosing import choose
 from kvxfer.model.decode_graph import CudaRecorder, DecodeGraphs, Recorder
-from kvxfer.model.groups import ModelGroups
-from kvxfer.model.loader import ModelInfo, load_model
+from kvxfer.model.groups import ModelGroups, Place
+from kvxfer.model.loader import ModelInfo, cache_argument, load_model
 from kvxfer.model.memory import tells_lack_of_memory
 from kvxfer.model.packing import MIN_ROWS, NULL_BLOCK, DecodeStep, PackedStep, SequenceStep, pack
 from kvxfer.model.paged_cache import (
@@ -40,7 +41,8 @@ from kvxfer.model.paged_cache import (
     Views,
 )
 from kvxfer.model.row_classes import padded_rows
-from kvxfer.model.sampling import SampleSpec, sample
+from kvxfer.model.sampling import SampleSpec
+from kvxfer.model.tensor_parallel import Ranks, TensorParallel, check_heads
 
 if TYPE_CHECKING:
     from transformers import EncoderDecoderCache, PreTrainedModel
@@ -53,44 +55,64 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """load, probe_specs, bind, warm_up; then prefill_chunk and decode_step; close."""
 
-    def __init__(self, info: ModelInfo, model: PreTrainedModel, device: torch.device) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        model: PreTrainedModel,
+        device: torch.device,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Owns `ranks`, of which `model` is this one's part."""
         self.info = info
         self._model: PreTrainedModel | None = model
         self._device = device
-        self._cache_argument = _cache_argument(model)
+        self._cache_argument = cache_argument(model)
         self._groups: ModelGroups | None = None
         self._views: tuple[tuple[torch.Tensor, ...], ...] = ()
         self._graphs: DecodeGraphs | None = None
         is_exact = device.type == "cpu" and model.dtype == torch.float32
         is_packed = not info.is_encoder_decoder
         self._min_rows = padded_rows(model) if is_exact and is_packed else MIN_ROWS
+        if ranks is not None:
+            self._min_rows = ranks.largest(self._min_rows, device)
+        self._ranks = ranks
 
     @classmethod
-    def load(cls, info: ModelInfo, device: str, dtype: str | None, threads: int) -> ModelRunner:
+    def load(
+        cls,
+        info: ModelInfo,
+        device: str,
+        dtype: str | None,
+        threads: int,
+        tensor_parallel: TensorParallel | None = None,
+    ) -> ModelRunner:
         """Load the weights onto `device` and set torch's threads for the whole process.
 
-        `dtype` and errors as in `load_model`.
+        `dtype` and errors as in `load_model`. With `tensor_parallel` every rank's process calls
+        this, and each method below, alike; WorkerDied when one is gone.
         """
         if threads < 1:
             raise UsageError("threads", threads, "must be at least 1")
         torch.set_num_threads(threads)
-        return cls(info, load_model(info, device, dtype), torch.device(device))
+        with ExitStack() as undo:
+            ranks = tensor_parallel.join(device) if tensor_parallel else None
+            if ranks is not None:
+                undo.callback(ranks.close)
+            runner = cls(info, load_model(info, device, dtype, ranks), torch.device(device), ranks)
+            undo.pop_all()
+        return runner
 
     def probe_specs(self, block_size: int) -> tuple[KVCacheSpec, ...]:
         """The groups of this model's layers, seen in a forward pass of one token, not guessed from
         the config's field names. Raises UnsupportedModel when a layer has no KV, or when attention
         does not run as this package needs it to."""
-        try:
-            if self.info.decoder_start_token_id is not None:
-                start = self.info.decoder_start_token_id
-                found = encoder_decoder.probe_layers(self._run_decoder, start, self._device)
-            else:
-                config = self._loaded().config
-                found = probe.decoder_layers(self._run, config, self._device), []
-        except UnsupportedModel as error:
-            raise UnsupportedModel(f"{self.info.architecture}: {error}") from error
-        self._groups = ModelGroups.of(*found, block_size)
-        return self._groups.specs
+        config, run = self._loaded().config, probe.Runs(self._run, self._run_decoder)
+        found = probe.model_layers(self.info, config, run, self._device)
+        groups = ModelGroups.of(*found, block_size)
+        if self._ranks is not None:
+            check_heads(groups.specs, config, self._ranks.size)
+        self._groups = groups
+        return groups.specs
 
     def bind(self, views: Views) -> None:
         """Use `views` from now on: by group, one tensor [B, H, N, C] a layer, of the probed spec's
@@ -158,7 +180,9 @@ class ModelRunner:
             logger.warning("decode steps are not recorded as graphs: %s", error)
         return self._graphs is not None
 
-    def logits(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
+    def logits(
+        self, steps: Sequence[SequenceStep], on_written: Callable[[Place], None] | None = None
+    ) -> torch.Tensor:
         """A forward pass op by op, its KV written: [len(steps), V] for each sequence's last token,
         on the device. What the methods below choose from; errors as theirs."""
         groups = self._bound()
@@ -169,7 +193,8 @@ class ModelRunner:
             logits = encoder_decoder.run_steps(run, views, groups, steps, start)
         else:
             packed = pack(steps, groups, self._device, self._min_rows)
-            logits = self._run(packed, PagedCache(self._views, packed))[: len(steps)]
+            cache = PagedCache(self._views, packed, on_written)
+            logits = self._run(packed, cache)[: len(steps)]
         self._finish()
         return logits
 
@@ -205,19 +230,22 @@ class ModelRunner:
         return [logits[span.row : span.row + span.num_rows] for span in packed.spans]
 
     @tells_lack_of_memory
-    def prefill_chunk(self, step: SequenceStep) -> int | None:
+    def prefill_chunk(
+        self, step: SequenceStep, on_written: Callable[[Place], None] | None = None
+    ) -> int | None:
         """Write the KV of the chunk's tokens; the token that follows them if `step.sample` is set.
         An encoder's prompt is one chunk: cross attention's KV is written, and that of the decoder's
         start, which the token follows.
 
-        On return the KV is in memory. Raises UsageError for a token outside the vocabulary,
+        On return the KV is in memory. `on_written` is told of each layer before, when all that
+        writes its KV was given to the device, in the layers' order; not with an encoder. Raises UsageError for a token outside the vocabulary,
         ModelError for a step that the model or its block tables cannot hold; nothing was written.
         ModelOutOfMemory when its own allocations fail: it may be tried again.
         """
         if step.num_encoder_tokens:
             raise ModelError("a prompt of tokens that the encoder had before")
-        logits = self.logits([step])
-        return self._choose([step], logits)[0] if step.sample is not None else None
+        logits = self.logits([step], on_written)
+        return choose(self.info, [step], logits)[0] if step.sample is not None else None
 
     @tells_lack_of_memory
     def decode_step(self, steps: Sequence[SequenceStep]) -> list[int]:
@@ -225,13 +253,15 @@ class ModelRunner:
         follows each. As prefill_chunk."""
         if self.info.is_encoder_decoder and not all(step.num_encoder_tokens for step in steps):
             raise ModelError("a decode step must say how many tokens the encoder had")
-        return self._choose(steps, self.decode_logits(steps)) if steps else []
+        return choose(self.info, steps, self.decode_logits(steps)) if steps else []
 
     def close(self) -> None:
-        """Drop the weights, the views and what was recorded. Idempotent."""
+        """Drop the weights, the views and what was recorded; leave the ranks. Idempotent."""
         self._graphs = None
         self._model = None
         self._views = ()
+        if self._ranks is not None:
+            self._ranks.close()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -269,31 +299,7 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0, -1]
         return logits
 
-    def _choose(self, steps: Sequence[SequenceStep], logits: torch.Tensor) -> list[int]:
-        specs = [step.sample or SampleSpec() for step in steps]
-        # Greedy rows stay on the device; max gives the first, hence lowest, id of equal logits.
-        best = logits.max(dim=-1)
-        finite = torch.isfinite(best.values).tolist()
-        tokens: list[int] = best.indices.tolist()
-        for row, (step, spec) in enumerate(zip(steps, specs, strict=True)):
-            position = self._position_after(step)
-            if not finite[row]:
-                raise ModelError(f"the logits for position {position} are not finite")
-            if spec.temperature > 0:
-                tokens[row] = sample(logits[row], position, spec)
-        return tokens
-
-    def _position_after(self, step: SequenceStep) -> int:
-        is_prompt = self.info.is_encoder_decoder and not step.num_encoder_tokens
-        return encoder_decoder.FIRST_TOKEN if is_prompt else step.end
-
     def _loaded(self) -> PreTrainedModel:
         if self._model is None:
             raise ModelError("the runner is closed")
         return self._model
-
-
-def _cache_argument(model: PreTrainedModel) -> str:
-    """What this version of transformers calls the cache in a model's forward."""
-    parameters = inspect.signature(type(model).forward).parameters
-    return "cache" if "cache" in parameters else "past_key_values"

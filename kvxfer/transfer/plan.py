@@ -1,28 +1,31 @@
 """From two cache geometries and two block tables to the bytes that must move. Pure numpy.
 
+The two sides may differ in layout, in block size, where one divides the other, and in the KV heads
+that they hold, as ranks of different tensor-parallel sizes do. All else of a group is the same.
+
 Facts that this file relies on, checked by the tests against moving every element by itself:
-- Both layouts are nested (an outer stride is at least the inner extent times the inner stride), so
-  axes taken by descending stride enumerate offsets in ascending order.
 - A destination byte is written once, so of all runs at most one starts where another ends: in the
   order of destination offsets, joining neighbours finds every join that there is.
-- Regions are disjoint, so cutting at their starts is enough: a run that reaches past the end of
+- Regions are disjoint, so cutting where one starts is enough: a run that reaches past the end of
   one where no other starts touches unregistered bytes, and the coverage check refuses it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from kvxfer.cache.layout import AXES, GroupGeometry
+from kvxfer.cache.layout import GroupGeometry
 from kvxfer.errors import PlanError
 from kvxfer.transfer.boxes import Box
+from kvxfer.transfer.coverage import crossed_edges
+from kvxfer.transfer.ends import End, Piece, box_of, pieces, stretches_of
 from kvxfer.transfer.regions import Int64Array, RegionSet
-from kvxfer.transfer.runs import Runs, cut, runs_of, split
+from kvxfer.transfer.runs import Runs, runs_of, split
 
 _NO_EDGES: Int64Array = np.zeros(0, dtype=np.int64)
 
@@ -95,101 +98,148 @@ class CacheSide:
     of the block table."""
 
     geometry: GroupGeometry
+    """Of this shard: its num_kv_heads are those that the shard holds."""
     regions: RegionSet
     """Of the whole cache."""
     blocks: Sequence[int]
     """Block ids of neighbouring entries in the order of the request's tokens."""
     first_entry: int = 0
-    """Which entry of the table blocks[0] is: its first token is first_entry × block_size."""
+    """Which entry of the table blocks[0] is: its first token is first_entry × block_size, in
+    blocks of this side's size."""
+    first_head: int = 0
+    """Which KV head of the model the geometry's head 0 is."""
+    heads: range | None = None
+    """The heads, in the model's numbers, that take part; default: all that the shard holds."""
+
+    @property
+    def held_heads(self) -> range:
+        """In the model's numbers."""
+        return range(self.first_head, self.first_head + self.geometry.spec.num_kv_heads)
 
 
 def plan_groups(
-    src: Sequence[CacheSide], dst: Sequence[CacheSide], tokens: Sequence[range]
+    src: Sequence[CacheSide],
+    dst: Sequence[CacheSide],
+    tokens: Sequence[range],
+    layers: Sequence[range | None] | None = None,
 ) -> TransferPlan:
-    """One plan for all groups, `tokens` group by group; errors as `plan_transfer`.
+    """One plan for all groups, `tokens` and `layers` group by group; errors as `plan_transfer`.
 
     Groups lie one behind the other on either side, so their runs follow in the order of offsets.
     """
-    if not len(src) == len(dst) == len(tokens):
+    layers = [None] * len(src) if layers is None else layers
+    if not len(src) == len(dst) == len(tokens) == len(layers):
         raise PlanError(f"groups differ: source {len(src)}, destination {len(dst)}")
-    parts = [plan_transfer(*one) for one in zip(src, dst, tokens, strict=True)]
+    parts = [plan_transfer(*one) for one in zip(src, dst, tokens, layers, strict=True)]
+    src_edges, dst_edges = [_NO_EDGES], [_NO_EDGES]
+    for ours, theirs, part in zip(src, dst, parts, strict=True):
+        src_edges += [_seam(ours, [box.src_starts for box in part.boxes]), part.src_edges]
+        dst_edges += [_seam(theirs, [box.dst_starts for box in part.boxes]), part.dst_edges]
     return TransferPlan(
         tuple(box for part in parts for box in part.boxes),
-        np.concatenate([_NO_EDGES, *(part.src_edges for part in parts)]),
-        np.concatenate([_NO_EDGES, *(part.dst_edges for part in parts)]),
+        np.concatenate(src_edges),
+        np.concatenate(dst_edges),
     )
+
+
+def _seam(side: CacheSide, starts: Sequence[Int64Array]) -> Int64Array:
+    """The group's first byte, if it moves, which it does with block 0 alone: a region starts
+    there, and the group in front may end there."""
+    first = np.array([side.geometry.offset], dtype=np.int64)
+    return first if any((some == first).any() for some in starts) else _NO_EDGES
 
 
 def plan_transfer(
     src: CacheSide, dst: CacheSide, tokens: range, layers: range | None = None
 ) -> TransferPlan:
-    """Runs that copy the KV of `tokens` (positions in the request) in `layers` (default: all).
+    """Runs that copy the KV of `tokens` (positions in the request) in `layers` (default: all), of
+    the heads that take part on both sides: nothing where they have none in common.
 
-    Token t lies in entry t // block_size of the block table, at slot t % block_size. An empty
-    range moves nothing. One group; `plan_groups` does all.
+    Token t lies in entry t // block_size of each side's own block table, at slot t % block_size.
+    An empty range moves nothing. One group; `plan_groups` does all.
 
-    Raises PlanError when the two specs differ, a range is not plain or leaves the layers or a
-    block table, a block lies beyond its cache's capacity, or a destination block comes twice;
-    RegionError when a byte lies outside the registered regions of its side.
+    Raises PlanError when the two specs differ in more than may be, a range is not plain or leaves
+    the layers, the heads or a block table, a block lies beyond its cache's capacity, or a
+    destination block comes twice; RegionError when a byte lies outside the registered regions of
+    its side.
     """
-    spec = src.geometry.spec
     _check_specs(src.geometry, dst.geometry)
-    layers = range(spec.num_layers) if layers is None else layers
-    _check_range(layers, spec.num_layers, "layers", "layers of the cache")
+    num_layers = src.geometry.spec.num_layers
+    layers = range(num_layers) if layers is None else layers
+    _check_range(layers, range(num_layers), "layers", "layers of the cache")
     for side, name in ((src, "source"), (dst, "destination")):
-        end = (side.first_entry + len(side.blocks)) * spec.block_size
-        _check_range(tokens, end, "tokens", f"{name} block table")
-        if tokens and tokens.start < side.first_entry * spec.block_size:
-            raise PlanError(f"tokens: {tokens} begin before entry {side.first_entry} of the {name}")
-    if not tokens or not layers:
+        _check_tokens(side, tokens, name)
+    heads = _common_heads(src, dst)
+    if not tokens or not layers or not heads:
         return TransferPlan(())
-    pieces = list(_pieces(tokens, spec.block_size))
     src_end = _used_end(src, tokens, "source")
     dst_end = _used_end(dst, tokens, "destination")
     _check_unique(dst_end.blocks)
-    src_edges = _edges(src_end, src.regions, pieces, layers, "source")
-    dst_edges = _edges(dst_end, dst.regions, pieces, layers, "destination")
-    boxes = tuple(_box(src_end, dst_end, piece, layers) for piece in pieces)
-    return TransferPlan(boxes, src_edges, dst_edges)
+    sizes = src.geometry.spec.block_size, dst.geometry.spec.block_size
+    parts = pieces(tokens, (min(sizes), sizes[1]), layers, heads)
+    return TransferPlan(
+        tuple(box_of(src_end, dst_end, part) for part in parts),
+        _edges(src_end, src.regions, tokens, parts[0], "source"),
+        _edges(dst_end, dst.regions, tokens, parts[0], "destination"),
+    )
 
 
 def _check_specs(src: GroupGeometry, dst: GroupGeometry) -> None:
     for one in dataclasses.fields(src.spec):
         ours, theirs = getattr(src.spec, one.name), getattr(dst.spec, one.name)
-        if ours != theirs:
+        if ours == theirs or one.name == "num_kv_heads":
+            continue
+        if one.name != "block_size":
             raise PlanError(f"{one.name} differs: source {ours!r}, destination {theirs!r}")
+        if max(ours, theirs) % min(ours, theirs):
+            raise PlanError(
+                f"block_size differs: source {ours}, destination {theirs}, and neither is a "
+                f"multiple of the other"
+            )
 
 
-def _check_range(wanted: range, limit: int, name: str, container: str) -> None:
+def _check_range(wanted: range, limits: range, name: str, container: str) -> None:
     if wanted.step != 1 or min(wanted.start, wanted.stop) < 0:
         raise PlanError(f"{name}: {wanted} must have step 1 and no negative bound")
-    if wanted and wanted.stop > limit:
-        raise PlanError(f"{name}: {wanted} leaves the {container}, which ends at {limit}")
+    if wanted and wanted.stop > limits.stop:
+        raise PlanError(f"{name}: {wanted} leaves the {container}, which ends at {limits.stop}")
+    if wanted and wanted.start < limits.start:
+        raise PlanError(f"{name}: {wanted} leaves the {container}, which begins at {limits.start}")
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """A side, narrowed to the blocks that the tokens touch."""
-
-    geometry: GroupGeometry
-    blocks: Int64Array
-
-    @property
-    def strides(self) -> dict[str, int]:
-        return dict(zip(AXES, self.geometry.strides, strict=True))
+def _check_tokens(side: CacheSide, tokens: range, name: str) -> None:
+    size = side.geometry.spec.block_size
+    end = side.first_entry + len(side.blocks)
+    held = range(side.first_entry * size, end * size)
+    _check_range(tokens, held, "tokens", f"{name} block table")
 
 
-def _used_end(side: CacheSide, tokens: range, name: str) -> _End:
+def _common_heads(src: CacheSide, dst: CacheSide) -> range:
+    """The heads that move, in the model's numbers."""
+    taking_part = []
+    for side, name in ((src, "source"), (dst, "destination")):
+        if side.first_head < 0:
+            raise PlanError(f"first_head: {side.first_head} of the {name} is negative")
+        heads = side.held_heads if side.heads is None else side.heads
+        _check_range(heads, side.held_heads, "heads", f"shard of the {name}")
+        taking_part.append(heads)
+    ours, theirs = taking_part
+    start = max(ours.start, theirs.start)
+    return range(start, max(start, min(ours.stop, theirs.stop)))
+
+
+def _used_end(side: CacheSide, tokens: range, name: str) -> End:
     """`side` from the first touched table entry to the last; a wrong id would hit a byte of
     another segment, so ids are checked here and not by the regions."""
-    spec, first = side.geometry.spec, side.first_entry
-    entries = slice(tokens.start // spec.block_size - first, spec.num_blocks(tokens.stop) - first)
+    spec = side.geometry.spec
+    first = tokens.start // spec.block_size
+    entries = slice(first - side.first_entry, spec.num_blocks(tokens.stop) - side.first_entry)
     blocks = np.asarray(side.blocks[entries], dtype=np.int64)
     capacity = side.geometry.capacity_blocks
     wrong = blocks[(blocks < 0) | (blocks >= capacity)]
     if len(wrong):
         raise PlanError(f"{name} block {wrong[0]} is not among the {capacity} of its cache")
-    return _End(side.geometry, blocks)
+    return End(side.geometry, blocks, first, side.first_head)
 
 
 def _check_unique(dst_blocks: Int64Array) -> None:
@@ -198,92 +248,9 @@ def _check_unique(dst_blocks: Int64Array) -> None:
         raise PlanError(f"destination block {found[np.argmax(counts)]} would be written twice")
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Neighbouring entries, counted from the first touched one, of which the same slots move."""
-
-    entries: slice
-    slots: range
-
-
-def _pieces(tokens: range, block_size: int) -> Iterator[_Piece]:
-    """At most three, none empty: a first block's tail, whole blocks, a last block's head."""
-    skipped, head = divmod(tokens.start, block_size)
-    last, tail = divmod(tokens.stop, block_size)
-    first, last = 0, last - skipped
-    if first == last:
-        yield _Piece(slice(0, 1), range(head, tail))
-        return
-    if head:
-        yield _Piece(slice(0, 1), range(head, block_size))
-        first = 1
-    if first < last:
-        yield _Piece(slice(first, last), range(block_size))
-    if tail:
-        yield _Piece(slice(last, last + 1), range(tail))
-
-
-def _edges(
-    end: _End, regions: RegionSet, pieces: Sequence[_Piece], layers: range, name: str
-) -> Int64Array:
-    """Offsets at which a region starts inside a stretch that moves; often there are none.
-
-    Looks at one end alone, whose stretches are as long as its layout allows: a whole page where
-    the runs between two layouts may be one token of one head. Raises RegionError where a stretch
-    is not covered.
-    """
-    stretches = runs_of([_box(end, end, piece, layers) for piece in pieces])
-    offsets, sizes = stretches.dst_offsets, stretches.sizes
-    parent, start, part = cut(offsets, sizes, regions.starts)
-    regions.check_covers(offsets[parent] + start, part, name)
-    inside = start > 0
-    return np.unique(offsets[parent[inside]] + start[inside])
-
-
-def _box(src: _End, dst: _End, piece: _Piece, layers: range) -> Box:
-    """The runs of one piece, blind to regions."""
-    spec = src.geometry.spec
-    src_blocks, dst_blocks = src.blocks[piece.entries], dst.blocks[piece.entries]
-    by_destination = np.argsort(dst_blocks)
-    extents = {
-        "L": len(layers),
-        "H": spec.num_kv_heads,
-        "N": len(piece.slots),
-        "C": spec.content_dim,
-    }
-    inside, size = _common_run(src.strides, dst.strides, extents, spec.itemsize)
-    outside = [axis for axis, extent in extents.items() if extent > 1 and axis not in inside]
-    outside.sort(key=dst.strides.__getitem__, reverse=True)
-    first = {"L": layers.start, "N": piece.slots.start}
-    return Box(
-        _starts(src, src_blocks[by_destination], first),
-        _starts(dst, dst_blocks[by_destination], first),
-        tuple(extents[axis] for axis in outside),
-        tuple(src.strides[axis] for axis in outside),
-        tuple(dst.strides[axis] for axis in outside),
-        size,
-    )
-
-
-def _starts(end: _End, blocks: Int64Array, first: Mapping[str, int]) -> Int64Array:
-    """Where the first byte that moves lies, block by block."""
-    strides = end.strides
-    base = end.geometry.offset + sum(index * strides[axis] for axis, index in first.items())
-    return blocks * strides["B"] + base
-
-
-def _common_run(
-    src: Mapping[str, int], dst: Mapping[str, int], extents: Mapping[str, int], itemsize: int
-) -> tuple[list[str], int]:
-    """The axes inside the longest run that is contiguous on both sides, and its bytes.
-
-    B is not among them: block ids are arbitrary, and where they are not, `coalesce` sees it.
-    """
-    size = itemsize
-    inside: list[str] = []
-    outside = [axis for axis, extent in extents.items() if extent > 1]
-    while (axis := next((a for a in outside if src[a] == dst[a] == size), None)) is not None:
-        size *= extents[axis]
-        inside.append(axis)
-        outside.remove(axis)
-    return inside, size
+def _edges(end: End, regions: RegionSet, tokens: range, part: Piece, name: str) -> Int64Array:
+    """Offsets at which runs are cut for one side, looked at alone: in its own blocks, whose
+    stretches are as long as its layout allows."""
+    size = end.geometry.spec.block_size
+    own = pieces(tokens, (size, size), part.layers, part.heads)
+    return crossed_edges([stretches_of(end, piece) for piece in own], regions, name)

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
+import numpy as np
 
 from kvxfer.errors import ConnectorError, RegionError
+from kvxfer.transfer.boxes import Box
 from kvxfer.transfer.connector import Direction
+from kvxfer.transfer.coverage import crossed_edges, first_overlap
 from kvxfer.transfer.envelope import seal, unseal
 from kvxfer.transfer.plan import TransferPlan
-from kvxfer.transfer.regions import Region, RegionSet
+from kvxfer.transfer.regions import Int64Array, Region, RegionSet
+from kvxfer.transfer.runs import overlap_of
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Int64 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -112,13 +116,42 @@ def shrink(registered: RegionSet, regions: Iterable[Region]) -> RegionSet:
 def check_plan(
     plan: TransferPlan, direction: Direction, local: RegionSet, remote: RegionSet
 ) -> None:
-    """Raise ConnectorError unless each run is whole and inside one region on either side."""
-    if plan.num_runs and int(plan.sizes.min()) <= 0:
-        raise ConnectorError(f"plan has a run of {int(plan.sizes.min())} bytes")
+    """Raise ConnectorError unless all of `plan` lies in the regions, each run in one on either
+    side, and no destination byte comes twice.
+
+    Costs what the pages of its boxes cost: their runs are looked at only where a region begins
+    that the plan does not know of.
+    """
     push = direction is Direction.PUSH
-    source, destination = (local, remote) if push else (remote, local)
+    sides = [
+        ("source", local if push else remote, plan.src_edges),
+        ("destination", remote if push else local, plan.dst_edges),
+    ]
+    _check_sizes(plan)
     try:
-        source.check_covers(plan.src_offsets, plan.sizes, "source")
-        destination.check_covers(plan.dst_offsets, plan.sizes, "destination")
+        for what, regions, edges in sides:
+            _check_side(plan, what, regions, edges)
     except RegionError as error:
         raise ConnectorError(str(error)) from error
+    if plan.given is None:
+        overlap = first_overlap([box.dst_stretches() for box in plan.boxes])
+    else:
+        overlap = overlap_of(plan.given)
+    if overlap is not None:
+        raise ConnectorError(f"overlapping descriptors: destination offset {overlap} comes twice")
+
+
+def _check_sizes(plan: TransferPlan) -> None:
+    smallest = min((box.run_bytes for box in plan.boxes), default=1)
+    if smallest <= 0:
+        raise ConnectorError(f"plan has a run of {smallest} bytes")
+
+
+def _check_side(plan: TransferPlan, what: str, regions: RegionSet, edges: Int64Array) -> None:
+    if plan.given is None:
+        of = Box.src_stretches if what == "source" else Box.dst_stretches
+        crossed = crossed_edges([of(box) for box in plan.boxes], regions, what)
+        if np.isin(crossed, edges).all():
+            return
+    offsets = plan.src_offsets if what == "source" else plan.dst_offsets
+    regions.check_covers(offsets, plan.sizes, what)

@@ -12,17 +12,38 @@ from kvxfer.transfer.regions import RegionSet
 
 
 def cache_sides(
-    geometry: CacheGeometry, regions: RegionSet, blocks: Sequence[Sequence[int]], num_prompt: int
+    geometry: CacheGeometry,
+    regions: RegionSet,
+    blocks: Sequence[Sequence[int]],
+    num_prompt: int,
+    held: Sequence[range] | None = None,
+    moved: Sequence[range] | None = None,
 ) -> list[CacheSide]:
     """One end of the hand-over of a prompt's KV, group by group: `blocks` are those of the entries
-    that have to be brought. Raises PlanError when they are not as many."""
+    that have to be brought, in blocks of this end's own sizes. What travels between ends of
+    different block sizes, `travelling` tells.
+
+    `held` are the heads of the model that this shard has (`shards.head_range`; default: from 0 on),
+    `moved` those of them that take part (`shards.sources_of`; default: all that both ends hold).
+
+    Raises PlanError when blocks, or the heads of a group, are not as many.
+    """
     entries = prompt_entries(geometry.specs, num_prompt)
     if [len(ids) for ids in blocks] != [len(kept) for kept in entries]:
         expected = [len(kept) for kept in entries]
         raise PlanError(f"{[len(ids) for ids in blocks]} blocks are named, not {expected}")
+    shards = [range(spec.num_kv_heads) for spec in geometry.specs] if held is None else held
+    if [len(heads) for heads in shards] != [spec.num_kv_heads for spec in geometry.specs]:
+        expected = [spec.num_kv_heads for spec in geometry.specs]
+        raise PlanError(f"heads: {list(shards)} are not those of a shard of {expected} by group")
+    taking_part = [None] * len(shards) if moved is None else moved
+    if len(taking_part) != len(shards):
+        raise PlanError(f"heads: {list(taking_part)} take part, of {len(shards)} groups")
     return [
-        CacheSide(group, regions, ids, kept.start)
-        for group, ids, kept in zip(geometry.groups, blocks, entries, strict=True)
+        CacheSide(group, regions, ids, kept.start, heads.start, part)
+        for group, ids, kept, heads, part in zip(
+            geometry.groups, blocks, entries, shards, taking_part, strict=True
+        )
     ]
 
 

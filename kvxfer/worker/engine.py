@@ -123,6 +123,16 @@ class Engine:
             torch.cuda.synchronize(self.driver.device)
         return found
 
+    def mark(self) -> Callable[[], bool]:
+        """Whether the device has done all that the calling thread gave it before now."""
+        if self.driver.device == "cpu":
+            return lambda: True
+        import torch
+
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.driver.device))
+        return event.query
+
     @cached_property
     def device_id(self) -> str:
         """The GPU's name and UUID, '' for host memory."""

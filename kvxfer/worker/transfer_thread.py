@@ -80,6 +80,7 @@ class TransferThread(WorkThread):
         self._flights: dict[int, _Flight] = {}
         self._renewals: dict[str, list[Job]] = {}
         """Peers that are to be learnt afresh: that, and the moves that wait for it, in order."""
+        self._awaited: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self._is_polling = True
         self.is_closed = False
         self.serving = False
@@ -104,6 +105,10 @@ class TransferThread(WorkThread):
             ended(_Flight(peer, plan, start_ns, ended).landed(str(error)))
 
         self._in_turn(peer, Job(run, _ignore, failed))
+
+    def when(self, is_done: Callable[[], bool], then: Callable[[], None]) -> None:
+        """Have `then` run in the control thread once `is_done`, which is asked at every turn."""
+        self.submit(lambda: self._awaited.append((is_done, then)), _ignore, _raise)
 
     def grow(
         self,
@@ -208,6 +213,11 @@ class TransferThread(WorkThread):
             for job in self._renewals.pop(peer):
                 self._execute(job)
 
+    def _look_again(self) -> None:
+        """In order, so that what was awaited first is told of first."""
+        while self._awaited and self._awaited[0][0]():
+            self.report(self._awaited.pop(0)[1])
+
     def _close(self) -> None:
         try:
             self._connector.deregister(self._registered)
@@ -248,9 +258,15 @@ class TransferThread(WorkThread):
             self.report(partial(flight.ended, movement))
         if self._renewals:
             self._renew()
-        if self._flights or self._renewals:
+        if self._awaited:
+            self._look_again()
+        if self._flights or self._renewals or self._awaited:
             return BUSY_WAIT_S
         return SERVING_WAIT_S if self.serving else IDLE_WAIT_S
 
 
 def _ignore(_: object) -> None: ...
+
+
+def _raise(error: KvxferError) -> None:
+    raise error

@@ -66,7 +66,7 @@ DIFFERENCES = {
     "head_dim_k": {"spec": {"head_dim_k": 16}},
     "head_dim_v": {"spec": {"head_dim_v": 0}},
     "dtype": {"spec": {"dtype": "bfloat16"}},
-    "block_size": {"spec": {"block_size": 16}},
+    "block_size": {"spec": {"block_size": 6}},
     "kind": {"spec": {"kind": GroupKind.CROSS}},
     "role": {"role": "prefill"},
     "connector": {"lanes": ["loopback/push", "loopback/pull"]},
@@ -213,7 +213,7 @@ GROUP_DIFFERENCES = {
     "head_dim_k": 16,
     "head_dim_v": 8,
     "dtype": "bfloat16",
-    "block_size": 8,
+    "block_size": 6,
     "window": 6,
 }
 

@@ -1,8 +1,10 @@
 """A prefill and a decode worker, and what reaches a router, in both directions."""
 
+import dataclasses
 import itertools
 
 import pytest
+from support.workers import SPEC
 
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 LANES = ["push", "pull"]
@@ -158,3 +160,61 @@ def test_the_hand_over_is_accounted(cluster, lane):
     assert stats.busy_ns > 0
     assert stats.start_ns < stats.end_ns
     assert sent.finished.num_blocks == spec.num_blocks(19 + 4)
+
+
+SIZES = [(4, 8), (8, 4), (4, 16), (16, 4), (2, 4)]
+
+
+@both_lanes
+@pytest.mark.parametrize("sizes", SIZES)
+def test_block_sizes_may_differ_where_one_divides_the_other(cluster, lane, sizes):
+    specs = [[dataclasses.replace(SPEC, block_size=size)] for size in sizes]
+    engines = [{"engine": {"specs": one}, "max_num_batched_tokens": 16} for one in specs]
+    _, decode = cluster.pair(lane, prefill=engines[0], decode=engines[1], kv_digest="always")
+    sent = [cluster.send(decode, num_tokens=n) for n in (1, 7, 19, 40)]
+    cluster.finish(*sent)
+    for one in sent:
+        one.check_equal()
+    cluster.until_idle()
+
+
+STREAMING = {"kv_stream_bytes": 1, "max_num_batched_tokens": 8}
+
+
+@both_lanes
+def test_layers_travel_while_later_ones_are_computed(cluster, lane):
+    prefill, decode = cluster.pair(lane, prefill=STREAMING)
+    prefill.runner.hold_layers()
+    sent = cluster.send(decode, num_tokens=8)
+    mover = prefill if lane == "push" else decode
+    cluster.until(lambda: mover.connector.num_submitted == 1)
+    prefill.runner.release()
+    cluster.finish(sent)
+    sent.check_equal()
+    assert mover.connector.num_submitted == 2
+    cluster.until_idle()
+
+
+@both_lanes
+@pytest.mark.parametrize("layouts", [("LBHNC", "BLNHC"), ("BHLNC", "LHBNC")])
+def test_layer_by_layer_all_arrives(cluster, lane, layouts):
+    engines = [{"engine": {"layout": layout}} for layout in layouts]
+    prefill, decode = cluster.pair(lane, prefill=engines[0] | STREAMING, decode=engines[1])
+    sent = [cluster.send(decode, num_tokens=n) for n in (1, 8, 19)]
+    cluster.finish(*sent)
+    for one in sent:
+        one.check_equal()
+    assert prefill.pools.counts().used == 0
+    cluster.until_idle()
+
+
+@both_lanes
+def test_a_decode_lost_between_two_layers_leaves_nothing_behind(cluster, lane):
+    prefill, decode = cluster.pair(lane, prefill=STREAMING)
+    prefill.runner.hold_layers()
+    cluster.send(decode, num_tokens=8)
+    mover = prefill if lane == "push" else decode
+    cluster.until(lambda: mover.connector.num_submitted == 1)
+    prefill.peers.lose(prefill.peers.ready()[0].key, "the test says so")
+    prefill.runner.release()
+    cluster.until(lambda: prefill.pools.counts().used == 0)

@@ -23,7 +23,7 @@ OUT_OF_ORDER = {
     "backwards": [(0, 8, False), (8, 4, False)],
     "too far": [(0, NUM_TOKENS + 1, True)],
     "negative": [(-4, 4, False)],
-    "after the final one": [(0, 8, True), (8, 10, True)],
+    "after the final one": [(0, NUM_TOKENS, True), (0, NUM_TOKENS, True)],
 }
 
 
@@ -36,6 +36,41 @@ def test_ready_out_of_order_fails_the_request(cluster, offers):
     cluster.finish(sent)
     assert sent.finished.reason == "error"
     assert "does not follow" in sent.finished.error
+    check_never_counted(sent, decode)
+    settle_all(cluster, wire)
+
+
+WRONG_LAYERS = {
+    "a gap": [(0, 8, [(1, 2)])],
+    "again": [(0, 8, [(0, 1)]), (0, 8, [(0, 1)])],
+    "none": [(0, 8, [(0, 0)])],
+    "too many": [(0, 8, [(0, 3)])],
+    "backwards": [(0, 8, [(0, -1)])],
+    "of no group": [(0, 8, [])],
+    "of two groups": [(0, 8, [(0, 2), (0, 2)])],
+    "other tokens before the rest": [(0, 8, [(0, 1)]), (0, 4, [(1, 2)])],
+    "next tokens before the rest": [(0, 8, [(0, 1)]), (8, 10, [(0, 2)])],
+}
+
+
+@pytest.mark.parametrize("offers", WRONG_LAYERS.values(), ids=WRONG_LAYERS)
+def test_layers_out_of_order_fail_the_request(cluster, offers):
+    wire, decode = meet(cluster, "pull")
+    sent, asked = granted(cluster, wire, decode)
+    for start, stop, layers in offers:
+        wire.send(ready(asked, start, stop, False, layers=layers))
+    cluster.finish(sent)
+    assert "does not follow" in sent.finished.error
+    check_never_counted(sent, decode)
+    settle_all(cluster, wire)
+
+
+def test_a_final_offer_without_the_last_layers_fails_the_request(cluster):
+    wire, decode = meet(cluster, "pull")
+    sent, asked = granted(cluster, wire, decode)
+    wire.send(ready(asked, layers=[(0, 1)]))
+    cluster.finish(sent)
+    assert "final before all was offered" in sent.finished.error
     check_never_counted(sent, decode)
     settle_all(cluster, wire)
 

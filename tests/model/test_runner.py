@@ -252,3 +252,24 @@ def test_a_lack_of_memory_is_told_and_keeps_nothing_of_the_step(monkeypatch, run
         assert error.__context__ is None and error.__cause__ is None
         assert kept[0]() is None, "no collection is needed"
     assert engine.prefill([1, 2, 3], range(1, 5)).answer
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_each_layer_is_told_of_once_its_kv_is_written(runner_of, prompts, family):
+    runner = runner_of(family)
+    engine = HostEngine(runner, block_size=BLOCK_SIZE)
+    runner.bind(engine.views)
+    prompt, (blocks,) = prompts[0], block_lists(prompts[:1])
+    tables, seen = engine.tables(blocks, step_tokens=len(prompt)), []
+
+    def look(place):
+        view, last = engine.views[place.group][place.index], len(prompt) - 1
+        block = tables[place.group].at(last // BLOCK_SIZE)
+        seen.append((place.group, place.index, bool(view[block, :, last % BLOCK_SIZE].any())))
+
+    runner.prefill_chunk(SequenceStep(prompt, 0, tables), look)
+    groups = range(len(engine.views))
+    for group in groups:
+        told = [index for where, index, _ in seen if where == group]
+        assert told == list(range(len(engine.views[group])))
+    assert all(is_written for _, _, is_written in seen)

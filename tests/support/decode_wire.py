@@ -50,6 +50,7 @@ def ask(
             list(tokens),
             sampling or Sampling(),
             Grant(grant_id, [list(ids) for ids in blocks], timeout_s),
+            False,
         )
     )
     return name, grant_id

@@ -4,7 +4,7 @@ each next token from the KV that it reads back, so that wrong KV shows as wrong 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,6 +12,7 @@ from kvxfer.cache.footprint import decoder_start, has_encoder, kv_tokens, prompt
 from kvxfer.cache.spec import GroupKind, KVCacheSpec
 from kvxfer.cache.table import BlockTable
 from kvxfer.errors import KvxferError, ModelError
+from kvxfer.model.groups import Place
 from kvxfer.model.packing import SequenceStep
 from kvxfer.model.sampling import SampleSpec
 from kvxfer.transfer.digest import block_digests
@@ -41,21 +42,30 @@ class NullRunner:
         self.is_closed = False
         self._open = threading.Event()
         self._open.set()
+        self._layers_open = threading.Event()
+        self._layers_open.set()
 
     def hold(self) -> None:
         self._open.clear()
 
     def release(self) -> None:
         self._open.set()
+        self._layers_open.set()
 
-    def prefill_chunk(self, step: SequenceStep) -> int | None:
+    def prefill_chunk(
+        self, step: SequenceStep, on_written: Callable[[Place], None] | None = None
+    ) -> int | None:
         self._wait()
         self.num_chunks += 1
         lengths = self._lengths(step.end, len(step.tokens))
         for group, spec in enumerate(self.specs):
             is_decoders = has_encoder(self.specs) and spec.kind is not GroupKind.CROSS
             start, tokens = (0, [DECODER_START]) if is_decoders else (step.start, step.tokens)
-            self._write(group, step.tables[group], start, tokens)
+            for layer in range(spec.num_layers):
+                self._write(group, layer, step.tables[group], start, tokens)
+                if on_written is not None:
+                    on_written(Place(group, layer))
+                    self._pause_between_layers()
         return None if step.sample is None else self._read(step, lengths)
 
     def decode_step(self, steps: Sequence[SequenceStep]) -> list[int]:
@@ -63,8 +73,8 @@ class NullRunner:
         self.batch_sizes.append(len(steps))
         for step in steps:
             for group, spec in enumerate(self.specs):
-                if spec.kind is not GroupKind.CROSS:
-                    self._write(group, step.tables[group], step.start, step.tokens)
+                for layer in range(spec.num_layers if spec.kind is not GroupKind.CROSS else 0):
+                    self._write(group, layer, step.tables[group], step.start, step.tokens)
         return [
             self._read(step, self._lengths(step.end, step.num_encoder_tokens)) for step in steps
         ]
@@ -88,13 +98,24 @@ class NullRunner:
         own = 1 if is_prefill else end
         return [num_encoder_tokens if spec.kind is GroupKind.CROSS else own for spec in self.specs]
 
-    def _write(self, group: int, table: BlockTable, start: int, tokens: Sequence[int]) -> None:
+    def _pause_between_layers(self) -> None:
+        """While `hold_layers` is set, until it is not: layers travel meanwhile."""
+        if not self._layers_open.wait(HOLD_TIMEOUT_S):
+            raise ModelError("held for too long: the test forgot to release")
+
+    def hold_layers(self) -> None:
+        """Stop after each chunk's first layer until `release()`."""
+        self._layers_open.clear()
+
+    def _write(
+        self, group: int, layer: int, table: BlockTable, start: int, tokens: Sequence[int]
+    ) -> None:
         spec = self.specs[group]
         for position, token in enumerate(tokens, start):
             entry, slot = divmod(position, spec.block_size)
             block = table.at(entry)
-            for layer, view in enumerate(self.views[group]):
-                view[block, :, slot, :] = pattern(spec, token, position, 100 * group + layer)
+            kv = pattern(spec, token, position, 100 * group + layer)
+            self.views[group][layer][block, :, slot, :] = kv
 
     def _read(self, step: SequenceStep, lengths: Sequence[int]) -> int:
         """A function of every element that the newest token sees."""

@@ -57,6 +57,7 @@ def done(asked: PrefillRequest, **changes: Any) -> Done:
         "num_layers": LAYERS,
         "first_token": 7,
         "transfer": TransferStats(),
+        "digest": None,
     }
     return Done(**fields | changes)
 
@@ -68,13 +69,14 @@ def ready(
     final: bool = True,
     lease_id: str = "",
     blocks: Sequence[Sequence[int]] = BLOCKS,
+    layers: Sequence[tuple[int, int]] = ((0, LAYERS),),
 ) -> Ready:
     lease = Lease(lease_id or asked.grant.grant_id, [list(ids) for ids in blocks], 10.0)
-    return Ready(asked.request_id, lease, start, stop, final)
+    return Ready(asked.request_id, lease, start, stop, list(layers), final)
 
 
 def confirmed(asked: PrefillRequest, lease_id: str = "") -> Confirmed:
-    return Confirmed(asked.request_id, lease_id or asked.grant.grant_id, 7)
+    return Confirmed(asked.request_id, lease_id or asked.grant.grant_id, 7, None)
 
 
 def settle_all(cluster: Cluster, wire: WirePeer) -> None:

@@ -12,6 +12,7 @@
  *   STUB_HANDLE_TYPES   handle types that can be asked for, a sum of 1 (descriptor) and 8 (fabric);
  *                       default 9. HIP refuses a combination, as the runtime does
  *   STUB_GPU_DIRECT     0: allocations that an RDMA card may reach are refused (default 1)
+ *   STUB_READ_ONLY      0: access for reading only is refused (default 1)
  *   STUB_HIP_VERSION    what hipRuntimeGetVersion says (default 71260850); below 7.12 the defect of
  *                       hipMemSetAccess is there, at each call rather than at times
  *   STUB_FAIL           'name:n' or 'name:n:code': the n-th call of that entry point since
@@ -45,7 +46,7 @@ enum {
     INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_PERMITTED = 800, NOT_SUPPORTED = 801,
     UNKNOWN = 999
 };
-enum { DESCRIPTOR = 1, FABRIC = 8, PINNED = 1, ON_DEVICE = 1, READ_WRITE = 3 };
+enum { DESCRIPTOR = 1, FABRIC = 8, PINNED = 1, ON_DEVICE = 1, READ_ONLY = 1, READ_WRITE = 3 };
 
 typedef struct { int type, id; } Location;
 typedef struct { Location location; int flags; } Access;
@@ -378,7 +379,10 @@ static int sums_up_from_the_first(uintptr_t start, size_t size) {
 API int NAME(cuMemSetAccess, hipMemSetAccess)(
     uintptr_t start, size_t size, const Access *access, size_t count) {
     ENTER;
-    REQUIRE(access && count == 1 && access->flags == READ_WRITE, INVALID_VALUE);
+    REQUIRE(access && count == 1, INVALID_VALUE);
+    int writable = access->flags == READ_WRITE;
+    REQUIRE(writable || access->flags == READ_ONLY, INVALID_VALUE);
+    REQUIRE(writable || setting("STUB_READ_ONLY", 1), NOT_SUPPORTED);
     REQUIRE(access->location.type == ON_DEVICE && is_filled(start, size), INVALID_VALUE);
 #ifdef HIP
     int version = (int)setting("STUB_HIP_VERSION", 71260850);
@@ -387,7 +391,7 @@ API int NAME(cuMemSetAccess, hipMemSetAccess)(
     for (int i = 0; i < SLOTS; i++)
         if (overlaps(&mappings[i], start, size))
             REQUIRE(mappings[i].chunk->device == access->location.id, INVALID_DEVICE);
-    if (mprotect((void *)start, size, PROT_READ | PROT_WRITE)) abort();
+    if (mprotect((void *)start, size, PROT_READ | (writable ? PROT_WRITE : 0))) abort();
     return OK;
 }
 

@@ -229,11 +229,9 @@ def test_all_layers_are_the_default():
     ("field", "value"),
     [
         ("num_layers", 3),
-        ("num_kv_heads", 1),
         ("head_dim_k", 5),
         ("head_dim_v", 3),
         ("dtype", "float16"),
-        ("block_size", 8),
     ],
 )
 def test_specs_that_differ_are_named(field, value):

@@ -43,7 +43,7 @@ DIFFERENT = {
     "num_kv_heads": {"engine": {"specs": [spec_with(num_kv_heads=4)]}},
     "head_dim_k": {"engine": {"specs": [spec_with(head_dim_k=32, head_dim_v=0)]}},
     "dtype": {"engine": {"specs": [spec_with(dtype="bfloat16")]}},
-    "block_size": {"engine": {"specs": [spec_with(block_size=8)]}},
+    "block_size": {"engine": {"specs": [spec_with(block_size=6)]}},
     "lane": {"lane": "pull"},
 }
 

@@ -1,0 +1,147 @@
+"""The two ends of a plan and the pieces that move between them. Pure numpy.
+
+Fact relied on: both layouts are nested (an outer stride is at least the inner extent times the
+inner stride), so axes taken by descending stride enumerate offsets in ascending order; the tests
+check it by the order of runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from kvxfer.cache.layout import AXES, GroupGeometry
+from kvxfer.cache.spec import KVCacheSpec
+from kvxfer.transfer.boxes import Box, Stretches
+from kvxfer.transfer.regions import Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of which each start has as many, and the layers and heads (global) of them."""
+
+    starts: range
+    """The first token of each start; the step is the distance between two."""
+    num_tokens: int
+    """From each of `starts` on, within one block of either side."""
+    layers: range
+    heads: range
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A side, narrowed to the blocks that the tokens touch."""
+
+    geometry: GroupGeometry
+    blocks: Int64Array
+    first_entry: int
+    """That of blocks[0]."""
+    first_head: int
+    """The global number of the geometry's head 0."""
+
+    @property
+    def strides(self) -> dict[str, int]:
+        return dict(zip(AXES, self.geometry.strides, strict=True))
+
+    def starts(self, piece: Piece) -> Int64Array:
+        """Where the first byte that moves lies, start by start."""
+        size, strides = self.geometry.spec.block_size, self.strides
+        first = piece.starts
+        tokens = np.arange(first.start, first.stop, first.step, dtype=np.int64)
+        base = self.geometry.offset + piece.layers.start * strides["L"]
+        base += (piece.heads.start - self.first_head) * strides["H"]
+        found: Int64Array = self.blocks[tokens // size - self.first_entry] * strides["B"]
+        return found + tokens % size * strides["N"] + base
+
+
+def pieces(tokens: range, units: tuple[int, int], layers: range, heads: range) -> list[Piece]:
+    """`tokens` in at most five pieces, none empty. `units` are the smaller block size and the
+    destination's, a multiple of it.
+
+    A first small block's tail, whole small blocks to where the destination's next block begins,
+    whole blocks of the destination, small blocks again, and a last one's head. With one block size
+    for both, three. Whole blocks of the destination are a piece of their own since their small
+    blocks lie alike in each, which spares `runs_of` a sort.
+    """
+    small, large = units
+    first = min(_up(tokens.start, small), tokens.stop)
+    last = max(_down(tokens.stop, small), first)
+    first_large = min(_up(first, large), last)
+    last_large = max(_down(last, large), first_large)
+    bounds = (tokens.start, first, first_large, last_large, last, tokens.stop)
+    found = []
+    for start, stop in pairwise(bounds):
+        if start < stop:
+            each = min(small, stop - start)
+            found.append(Piece(range(start, stop, small), each, layers, heads))
+    return found
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _down(value: int, multiple: int) -> int:
+    return value // multiple * multiple
+
+
+def box_of(src: End, dst: End, piece: Piece) -> Box:
+    """The runs of one piece, blind to regions."""
+    src_starts, dst_starts = src.starts(piece), dst.starts(piece)
+    if (dst_starts[1:] < dst_starts[:-1]).any():
+        order = np.argsort(dst_starts)
+        src_starts, dst_starts = src_starts[order], dst_starts[order]
+    spec, extents = src.geometry.spec, _extents(src.geometry.spec, piece)
+    inside, size = _common_run(src.strides, dst.strides, extents, spec.itemsize)
+    outside = [axis for axis, extent in extents.items() if extent > 1 and axis not in inside]
+    outside.sort(key=dst.strides.__getitem__, reverse=True)
+    return Box(
+        src_starts,
+        dst_starts,
+        tuple(extents[axis] for axis in outside),
+        tuple(src.strides[axis] for axis in outside),
+        tuple(dst.strides[axis] for axis in outside),
+        size,
+    )
+
+
+def stretches_of(end: End, piece: Piece) -> Stretches:
+    """What one end reads or writes of a piece, as long as that end alone allows: a whole page
+    where the runs between two layouts may be one token of one head."""
+    spec = end.geometry.spec
+    extents = _extents(spec, piece)
+    return Stretches.build(
+        end.starts(piece),
+        tuple(extents.values()),
+        tuple(end.strides[axis] for axis in extents),
+        spec.itemsize,
+    )
+
+
+def _extents(spec: KVCacheSpec, piece: Piece) -> dict[str, int]:
+    return {
+        "L": len(piece.layers),
+        "H": len(piece.heads),
+        "N": piece.num_tokens,
+        "C": spec.content_dim,
+    }
+
+
+def _common_run(
+    src: Mapping[str, int], dst: Mapping[str, int], extents: Mapping[str, int], itemsize: int
+) -> tuple[list[str], int]:
+    """The axes inside the longest run that is contiguous on both sides, and its bytes.
+
+    B is not among them: block ids are arbitrary, and where they are not, `coalesce` sees it.
+    """
+    size = itemsize
+    inside: list[str] = []
+    outside = [axis for axis, extent in extents.items() if extent > 1]
+    while (axis := next((a for a in outside if src[a] == dst[a] == size), None)) is not None:
+        size *= extents[axis]
+        inside.append(axis)
+        outside.remove(axis)
+    return inside, size

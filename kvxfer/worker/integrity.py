@@ -1,0 +1,55 @@
+"""The digest of a prompt's KV at both ends of a hand-over, where one is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvxfer.cache.footprint import prompt_entries, travelling
+from kvxfer.cache.spec import KVCacheSpec
+from kvxfer.errors import KvxferError
+from kvxfer.transfer.checksum import DigestPolicy, combined, kv_checksum, should_check
+from kvxfer.transfer.checksum_shard import KVShard
+from kvxfer.worker.assembly import WorkerParts
+
+Blocks = Sequence[Sequence[int]]
+
+
+class Integrity:
+    """Control thread only; digests are computed in the model thread, between its steps."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self._parts = parts
+        self._specs = parts.engine.specs
+        self._policy = DigestPolicy(parts.options.kv_digest)
+        self._shards = [
+            KVShard(views, spec.num_kv_heads, group=group)
+            for group, (views, spec) in enumerate(
+                zip(parts.engine.cache.views, self._specs, strict=True)
+            )
+        ]
+
+    def wants(self, request_id: str) -> bool:
+        return should_check(self._policy, request_id)
+
+    def compute(
+        self,
+        blocks: Blocks,
+        num_prompt: int,
+        theirs: Sequence[KVCacheSpec],
+        done: Callable[[int], None],
+        failed: Callable[[KvxferError], None],
+    ) -> None:
+        """Of what travels to or from a cache of `theirs`: `blocks` are those of the entries that a
+        hand-over of the prompt brings, group by group. They stay as they are until it is `done`."""
+        self._parts.model.submit(partial(self._digest, blocks, num_prompt, theirs), done, failed)
+
+    def _digest(self, blocks: Blocks, num_prompt: int, theirs: Sequence[KVCacheSpec]) -> int:
+        tokens = travelling(self._specs, num_prompt, range(num_prompt), theirs)
+        entries = prompt_entries(self._specs, num_prompt)
+        groups = zip(self._shards, blocks, tokens, entries, strict=True)
+        return combined(
+            kv_checksum(shard, ids, moved, first_entry=kept.start)
+            for shard, ids, moved, kept in groups
+            if moved
+        )
