@@ -59,7 +59,11 @@ def take_long_runs(box: Box, threshold_bytes: int) -> tuple[LongRuns, Box]:
     num_starts, run = len(box.dst_starts), box.run_bytes
     if num_starts * run < threshold_bytes:
         return LongRuns([], [], []), box
-    gaps = (np.diff(box.src_starts) != run) | (np.diff(box.dst_starts) != run)
+    gaps = (box.src_starts[1:] - box.src_starts[:-1] != run) | (
+        box.dst_starts[1:] - box.dst_starts[:-1] != run
+    )
+    if run < threshold_bytes and gaps.all():  # the usual case
+        return LongRuns([], [], []), box
     first, counts = _stretches(gaps)
     is_long = counts * run >= threshold_bytes
     joined = _with_starts(box, first[is_long])

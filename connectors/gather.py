@@ -51,6 +51,7 @@ from connectors.box_shapes import (
     unit_bytes,
     words_in,
 )
+from connectors.upload_pool import Upload, UploadPool
 from kvxfer.errors import ConnectorError, UsageError
 from kvxfer.memory.extensible_tensor import tensor_over
 from kvxfer.transfer.boxes import Box
@@ -132,7 +133,7 @@ class GpuCopy:
     Without an event it ended in `start`.
     """
 
-    uploads: list[torch.Tensor]
+    uploads: list[Upload]
     event: torch.cuda.Event | None = None
     failure: ConnectorError | None = None
 
@@ -148,8 +149,8 @@ class GpuCopier:
         self,
         device: str,
         max_programs: int = 48,
-        tile_bytes: int = 32 << 10,
-        num_warps: int = 8,
+        tile_bytes: int = 64 << 10,
+        num_warps: int = 16,
         engine_bytes: int = 8 << 20,
         stream_priority: int = 0,
     ) -> None:
@@ -173,6 +174,7 @@ class GpuCopier:
             with _translated("stream"):
                 self._stream = torch.cuda.Stream(device, priority=stream_priority)  # type: ignore[no-untyped-call]
             self._device = str(self._stream.device)  # with its index
+        self._pool = UploadPool(self._device)
 
     def start(
         self, boxes: Sequence[Box], src_base: int, dst_base: int, max_programs: int | None = None
@@ -184,19 +186,18 @@ class GpuCopier:
         """
         programs = self._max_programs if max_programs is None else _programs(max_programs)
         copy = GpuCopy([])
+        split = [take_long_runs(box, self._engine_bytes) for box in boxes]
+        jobs = kernel_jobs([rest for _, rest in split], src_base, dst_base, self._tiling)
         with self._on_stream("copy"):
-            split = [take_long_runs(box, self._engine_bytes) for box in boxes]
-            jobs = kernel_jobs([rest for _, rest in split], src_base, dst_base, self._tiling)
             tables = [self._upload(job.table, copy.uploads) for job in jobs]
-        try:
-            with self._on_stream("copy"):
-                for long, _ in split:
-                    self._start_engines(long, src_base, dst_base)
-                for job, table in zip(jobs, tables, strict=True):
-                    self._launch(table, job.unit, job.cols, min(job.num_steps, programs))
-        except ConnectorError as failure:
-            copy.failure = failure  # what was launched before runs on
-        with self._on_stream("event"):
+            try:
+                with _translated("copy"):
+                    for long, _ in split:
+                        self._start_engines(long, src_base, dst_base)
+                    for job, table in zip(jobs, tables, strict=True):
+                        self._launch(table, job.unit, job.cols, min(job.num_steps, programs))
+            except ConnectorError as failure:
+                copy.failure = failure  # what was launched before runs on
             copy.event = None if self._stream is None else self._stream.record_event()
         return copy
 
@@ -206,7 +207,8 @@ class GpuCopier:
         with _translated("event query"):
             if copy.event is not None and not copy.event.query():  # type: ignore[no-untyped-call]
                 return False
-        copy.uploads.clear()
+        while copy.uploads:
+            self._pool.give_back(copy.uploads.pop())
         if copy.failure is not None:
             raise copy.failure
         return True
@@ -251,14 +253,10 @@ class GpuCopier:
             source = tensor_over(src_base + src, size, self._device)
             tensor_over(dst_base + dst, size, self._device).copy_(source, non_blocking=True)
 
-    def _upload(self, table: Int64Array, uploads: list[torch.Tensor]) -> torch.Tensor:
-        """`table` on the device; `uploads` receives it, and what it is copied from."""
-        found = torch.from_numpy(table)
-        if self._stream is not None:
-            uploads.append(found.pin_memory())
-            found = uploads[-1].to(self._device, non_blocking=True)
-        uploads.append(found)
-        return found
+    def _upload(self, table: Int64Array, uploads: list[Upload]) -> torch.Tensor:
+        """`table` on the device; `uploads` receives what is in use until the copy ended."""
+        uploads.append(self._pool.put(table))
+        return uploads[-1].device
 
     @contextmanager
     def _on_stream(self, what: str) -> Iterator[None]:

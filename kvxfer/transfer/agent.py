@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
@@ -28,8 +28,10 @@ from kvxfer.transfer.reach import (
     shrink,
 )
 from kvxfer.transfer.regions import Region, RegionSet
+from kvxfer.transfer.warming import Warming
 
 _CLOSE_TIMEOUT_S = 5.0
+_LAST_READ_TIMEOUT_S = 0.2
 _POLL_INTERVAL_S = 0.0005
 _ABANDONED: list[object] = []  # what an unfinished transfer still uses, kept from the collector
 
@@ -63,6 +65,11 @@ class Agent(ABC):
     @abstractmethod
     def start(self, direction: Direction, remote: RemotePeer, plan: TransferPlan) -> Any:
         """Move the runs of a checked plan. Raises only while nothing has moved yet."""
+
+    def warm(self, remote: RemotePeer, regions: Sequence[Region]) -> Any:
+        """Start a read of a little of each of the peer's new `regions` into memory of our own that
+        nothing else uses: a handle as `start`'s, or None where there is nothing to warm up."""
+        return None
 
     @abstractmethod
     def is_finished(self, handle: Any) -> bool:
@@ -100,6 +107,7 @@ class AgentConnector(Connector):
         self._leaving: set[str] = set()
         self._ended: list[TicketResult] = []
         self._tickets = count(1)
+        self._warming = Warming()
         self._agent: Agent | None = self.agent_class(agent_name, memory)
 
     def exercise(self, scratch: MemoryWindow) -> ExitStack:
@@ -149,8 +157,29 @@ class AgentConnector(Connector):
         self._leaving.discard(learnt.agent)
         known = self._peers.get(peer)
         self._peers[peer] = learnt
+        old = known.regions.regions if known is not None and known.agent == learnt.agent else ()
+        self._warming.add(learnt, sorted(set(learnt.regions.regions).difference(old)))
         if known is not None and known.agent != learnt.agent:
             self._leave(agent, known.agent, f"peer {peer} is agent {learnt.agent} now")
+
+    def renew(
+        self, peer: str, base_address: int, description: bytes, invitation: bytes = b""
+    ) -> None:
+        """Waits up to 5 s for a read ahead of use, of which the owner knows nothing.
+
+        ConnectorError if that has not ended then: it may still touch what was revoked, as the
+        owner has to assume of a peer that does not confirm.
+        """
+        agent = self._open()
+        remote = self._peers.get(peer)
+        if remote is not None:
+            self._warming.forget(remote.agent)
+            if not self._wait(
+                agent, lambda: not self._warming.is_reading(remote.agent), _CLOSE_TIMEOUT_S
+            ):
+                self.disconnect(peer)
+                raise ConnectorError(f"peer {peer}: a read of its regions did not end")
+        super().renew(peer, base_address, description, invitation)
 
     def submit(self, peer: str, direction: Direction, plan: TransferPlan) -> int:
         agent = self._open()
@@ -159,7 +188,7 @@ class AgentConnector(Connector):
             raise ConnectorError(f"peer {peer} is not connected")
         check_plan(plan, direction, self._regions, remote.regions)
         ticket = next(self._tickets)
-        if plan.num_runs:
+        if plan.total_bytes:
             self._flights[ticket] = _Flight(agent.start(direction, remote, plan), remote.agent)
         else:
             self._ended.append(TicketResult(ticket))
@@ -178,6 +207,9 @@ class AgentConnector(Connector):
         if remote is not None:
             self._leave(agent, remote.agent, f"peer {peer} was disconnected")
 
+    def is_leaving(self, agent: str) -> bool:
+        return agent in self._leaving
+
     def close(self) -> None:
         """Waits up to 5 s for transfers in progress.
 
@@ -187,16 +219,16 @@ class AgentConnector(Connector):
         agent, self._agent = self._agent, None
         if agent is None:
             return
-        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        while self._flights and time.monotonic() < deadline:
-            self._advance(agent)
-            time.sleep(_POLL_INTERVAL_S)
-        if self._flights:
-            _ABANDONED.append((agent, self._flights))
+        self._warming.forget_all()
+        if not self._wait(agent, lambda: not self._flights, _CLOSE_TIMEOUT_S):
+            _ABANDONED.append((agent, self._flights, self._warming))
             raise ConnectorError(
                 f"agent {self._name}: {len(self._flights)} transfers did not end in "
                 f"{_CLOSE_TIMEOUT_S:.0f} s; their memory must stay mapped"
             )
+        if not self._wait(agent, lambda: not self._warming.is_under_way, _LAST_READ_TIMEOUT_S):
+            _ABANDONED.append((agent, self._warming))  # it writes to memory of the agent's own
+            return
         with ExitStack() as release:
             for handle in self._handles.values():
                 release.callback(agent.deregister, handle)
@@ -204,6 +236,16 @@ class AgentConnector(Connector):
                 release.callback(agent.remove_peer, name)
         self._handles.clear()
         self._peers.clear()
+
+    def _wait(self, agent: Agent, is_done: Callable[[], bool], timeout_s: float) -> bool:
+        """Advance until `is_done`, or not for longer: whether it is."""
+        deadline_s = time.monotonic() + timeout_s
+        while not is_done():
+            if time.monotonic() > deadline_s:
+                return False
+            self._advance(agent)
+            time.sleep(_POLL_INTERVAL_S)
+        return True
 
     def _open(self) -> Agent:
         if self._agent is None:
@@ -220,18 +262,22 @@ class AgentConnector(Connector):
                 flight.error = flight.error or str(error)
             del self._flights[ticket]
             self._ended.append(TicketResult(ticket, flight.error))
+        self._warming.advance(agent)
         self._sweep(agent)
 
     def _leave(self, agent: Agent, name: str, reason: str) -> None:
         for flight in self._flights.values():
             if flight.agent == name:
                 flight.error = flight.error or reason
+        self._warming.forget(name)
         self._leaving.add(name)
         self._sweep(agent)
 
     def _sweep(self, agent: Agent) -> None:
         """Remove the peers' agents that are to go and that no transfer uses any more."""
         busy = {flight.agent for flight in self._flights.values()}
-        for name in self._leaving - busy:
+        for name in sorted(self._leaving - busy):
+            if self._warming.is_reading(name):
+                continue
             self._leaving.remove(name)
             agent.remove_peer(name)

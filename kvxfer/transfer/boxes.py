@@ -20,7 +20,7 @@ class Stretches:
     """The bytes of one side: for each start and each index within `extents` a stretch of
     `size_bytes`, which may be longer than the runs that the other side allows.
 
-    `strides` descend and are positive. Stretches may repeat, and overlap where a box was made so.
+    `strides` descend, none below 0. Stretches may repeat, and overlap where a box was made so.
     """
 
     starts: Int64Array

@@ -133,6 +133,11 @@ class Connector(ABC):
     def disconnect(self, peer: str) -> None:
         """Forget a peer; its tickets end with an error. Unknown peers are ignored."""
 
+    def is_leaving(self, agent: str) -> bool:
+        """Whether something is still under way with the agent of a peer that was disconnected;
+        `poll` brings it to its end."""
+        return False
+
     @abstractmethod
     def close(self) -> None:
         """Release the transport. Idempotent."""

@@ -141,6 +141,9 @@ class MultiConnector:
             for connector in self.connectors.values():
                 release.callback(connector.disconnect, peer)
 
+    def is_leaving(self, agent: str) -> bool:
+        return any(connector.is_leaving(agent) for connector in self.connectors.values())
+
     def close(self) -> None:
         with ExitStack() as release:
             for connector in self.connectors.values():

@@ -5,8 +5,8 @@ rank knows which source ranks it expects, each source rank to whom it owes what.
 
 Facts that this file relies on:
 - Up to as many ranks as KV heads, each holds a row of neighbouring heads; beyond, each head has
-  equally many holders, neighbouring ranks (read in vLLM's and SGLang's attention layers: a rank's
-  head is rank // replicas). MLA has one latent vector a token, its one head: every rank holds it.
+  equally many holders, neighbouring ranks (read in vLLM's QKVParallelLinear: a rank's head is
+  rank // replicas). MLA has one latent vector a token, its one head: every rank holds it.
 - Where replicas hold a head, their bytes are the same, so any of them may be the source.
 """
 

@@ -33,6 +33,7 @@ class Movement:
 
     num_bytes: int
     num_runs: int
+    """Before runs that adjoin are joined and chunk edges cut them."""
     start_ns: int
     end_ns: int
     error: str | None
@@ -59,7 +60,8 @@ class _Flight:
 
     def landed(self, error: str | None) -> Movement:
         plan = self.plan
-        return Movement(plan.total_bytes, plan.num_runs, self.start_ns, now_ns(), error)
+        num_runs = sum(box.num_runs for box in plan.boxes)  # descriptors are not made for this
+        return Movement(plan.total_bytes, num_runs, self.start_ns, now_ns(), error)
 
 
 class TransferThread(WorkThread):
