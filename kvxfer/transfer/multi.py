@@ -44,13 +44,21 @@ class MultiConnector:
         agent_name: str,
         memory: MemoryWindow,
         initiates: Direction,
+        all_needed: bool = True,
     ) -> MultiConnector:
-        """All of `types`, or ConnectorError and none."""
+        """All of `types`, or ConnectorError and none. Unless `all_needed`, those that can be had
+        here, at least one; a line of the log says why not the others."""
         made: dict[str, Connector] = {}
         with ExitStack() as undo:
             for name, kind in types.items():
-                made[name] = kind(agent_name, memory)
-                undo.callback(made[name].close)
+                try:
+                    made[name] = kind(agent_name, memory)
+                except ConnectorError as error:
+                    if all_needed or (name == list(types)[-1] and not made):
+                        raise
+                    logger.warning("the %s connector is left out: %s", name, error)
+                else:
+                    undo.callback(made[name].close)
             undo.pop_all()
         return cls(made, initiates)
 

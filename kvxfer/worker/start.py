@@ -154,7 +154,8 @@ class Start:
         buffer = cache.buffer if self.memory.policy.extensible else None
         window = MemoryWindow(cache.buffer.base_address, cache.geometry.total_bytes, device, buffer)
         agent = f"{options.worker_id}.{incarnation}"
-        connector = MultiConnector.open(self._connectors, agent, window, initiates)
+        named = options.is_connector_named
+        connector = MultiConnector.open(self._connectors, agent, window, initiates, named)
         self.undo.callback(connector.close)
         return connector
 

@@ -109,3 +109,25 @@ def test_an_unknown_lane_is_refused(pair):
     decode.meet(prefill)
     with pytest.raises(ConnectorError, match="pigeon/pull"):
         decode.multi.submit("peer", Lane("pigeon", Direction.PULL), plan())
+
+
+class Impossible(SlowLoopback):
+    def __init__(self, agent_name, memory):
+        raise ConnectorError("not on this machine")
+
+
+def opened(all_needed, **types):
+    window = MemoryWindow(1 << 20, SIZE, "cpu")
+    return MultiConnector.open(types, "me", window, Direction.PULL, all_needed)
+
+
+def test_what_cannot_be_had_is_left_out_unless_it_was_asked_for(caplog):
+    found = opened(False, one=Impossible, two=SlowLoopback)
+    assert list(found.connectors) == ["two"]
+    assert "one connector is left out: not on this machine" in caplog.text
+    found.close()
+    with pytest.raises(ConnectorError, match="not on this machine"):
+        opened(True, one=Impossible, two=SlowLoopback)
+    with pytest.raises(ConnectorError, match="not on this machine"):
+        opened(False, one=Impossible)
+    opened(True, two=SlowLoopback).close()  # nothing of it was left behind
