@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from kvxfer.errors import UsageError
 
 LAYOUT_VARIABLE = "KVXFER_KV_CACHE_LAYOUT"
-DEFAULT_CONNECTOR = "nixl"
+DEFAULT_CONNECTORS = "peer,nixl"
 CPU_KV_CACHE_BYTES = 4 << 30
 """The most a host cache takes unless told: vLLM's default for its CPU backend."""
 
@@ -82,7 +82,7 @@ class WorkerOptions:
     lane: str = "auto"
     """push, pull or auto (whichever is quicker when lanes are tried out)."""
     connector: str = "auto"
-    """Modules of connectors/ that may move KV, separated by commas (default: nixl)."""
+    """Modules of connectors/ that may move KV, separated by commas (default: peer,nixl)."""
     lane_test: bool = True
     """Try lanes out with real bytes when a peer is met, and use the quickest."""
     min_lane_gbps: float = 0.0
@@ -131,7 +131,7 @@ def resolve(options: WorkerOptions, role: str) -> WorkerOptions:
     return replace(
         options,
         worker_id=options.worker_id or f"{role}-{secrets.token_hex(3)}",
-        connector=DEFAULT_CONNECTOR if options.connector == "auto" else options.connector,
+        connector=DEFAULT_CONNECTORS if options.connector == "auto" else options.connector,
         is_connector_named=options.connector != "auto",
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.config import (
-    DEFAULT_CONNECTOR,
+    DEFAULT_CONNECTORS,
     LAYOUT_VARIABLE,
     LONGEST_WORKER_ID,
     WorkerOptions,
@@ -30,7 +30,7 @@ def test_defaults_resolve_to_a_new_object():
     given = options()
     found = resolve(given, "prefill")
     assert found is not given
-    assert found.connector == DEFAULT_CONNECTOR
+    assert found.connector == DEFAULT_CONNECTORS
     assert not found.is_connector_named
     assert found.worker_id.startswith("prefill-")
     assert resolve(given, "prefill").worker_id != found.worker_id
@@ -50,7 +50,7 @@ def test_options_are_frozen():
         options().device = "cpu"
 
 
-@pytest.mark.parametrize("connector", ["loopback", DEFAULT_CONNECTOR])
+@pytest.mark.parametrize("connector", ["loopback", DEFAULT_CONNECTORS])
 def test_a_connector_that_the_user_named_is_remembered_as_named(connector):
     found = resolve(options(connector=connector), "decode")
     assert (found.connector, found.is_connector_named) == (connector, True)

@@ -44,10 +44,9 @@ class CudaCalls(VmmCalls):
         self._call("cuInit", 0)
         device = self._call("cuDeviceGet", device_index)
         self._primary = self._call("cuDevicePrimaryCtxRetain", device)
-        self._access = self._api.CUmemAccessDesc()
-        self._access.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        self._access.location.id = device_index
-        self._access.flags = self._api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        flags = self._api.CUmemAccess_flags
+        self._read_only = self._access(flags.CU_MEM_ACCESS_FLAGS_PROT_READ)
+        self._read_write = self._access(flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -96,8 +95,9 @@ class CudaCalls(VmmCalls):
     def unmap(self, address: int, size_bytes: int) -> None:
         self._call("cuMemUnmap", address, size_bytes)
 
-    def set_access(self, address: int, size_bytes: int) -> None:
-        self._call("cuMemSetAccess", address, size_bytes, [self._access], 1, wanted=size_bytes)
+    def set_access(self, address: int, size_bytes: int, writable: bool) -> None:
+        access = self._read_write if writable else self._read_only
+        self._call("cuMemSetAccess", address, size_bytes, [access], 1, wanted=size_bytes)
 
     def export(self, handle: int) -> int:
         handle = self._handle(handle)
@@ -110,6 +110,13 @@ class CudaCalls(VmmCalls):
         symbol = self._api.cuGetErrorName(self._api.CUresult(code))[1]
         text = self._api.cuGetErrorString(self._api.CUresult(code))[1]
         return f"{(symbol or b'unknown error').decode()}: {(text or b'').decode()}"
+
+    def _access(self, flags: Any) -> Any:
+        access = self._api.CUmemAccessDesc()
+        access.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = self.index
+        access.flags = flags
+        return access
 
     @property
     def _posix_fd(self) -> Any:

@@ -66,14 +66,19 @@ class VmmDriver(ABC):
         raise NotImplementedError(f"{self.name} cannot retire memory")
 
     @abstractmethod
-    def export(self, handle: int) -> int:
-        """A new file descriptor of the chunk, which the caller owns and closes."""
+    def export(self, handle: int, writable: bool = True) -> int:
+        """A new file descriptor of the chunk, which the caller owns and closes.
+
+        Where the platform knows such descriptors, nobody can map a chunk writable through one that
+        is not `writable`.
+        """
 
     @abstractmethod
-    def import_(self, fd: int, address: int, size_bytes: int) -> int:
+    def import_(self, fd: int, address: int, size_bytes: int, writable: bool = True) -> int:
         """Map another process's exported chunk at a reserved `address`; `fd` stays the caller's.
 
-        The returned handle is given back with `decommit`, like that of an own chunk.
+        The returned handle is given back with `decommit`, like that of an own chunk. One that is
+        not `writable` is mapped for reading only, where the device can (`GpuDriver.refused`).
         """
 
     @abstractmethod

@@ -46,10 +46,10 @@ class FixedDriver(VmmDriver):
     def decommit(self, address: int, size_bytes: int, handle: int) -> None:
         """The pages stay until the whole reservation is freed."""
 
-    def export(self, handle: int) -> int:
+    def export(self, handle: int, writable: bool = True) -> int:
         raise DriverError("export", 0, "fixed memory has no handles to share")
 
-    def import_(self, fd: int, address: int, size_bytes: int) -> int:
+    def import_(self, fd: int, address: int, size_bytes: int, writable: bool = True) -> int:
         raise DriverError("import", 0, "fixed memory cannot map another's")
 
     def free(self, address: int, size_bytes: int) -> None:

@@ -6,11 +6,14 @@ of them, and must undo some when a later one fails, stands here once (`GpuDriver
 Facts this file relies on, the same for both vendors (each vendor's file says how it was checked):
 - A handle type must be probed by a real allocation and export: attributes promise too much.
 - Mapping grants no access; until access is set a touch is an error that the device never forgets.
+- Whether a mapping can be for reading only is found out by the first that is asked for so: a
+  refusal is in `refused`, and such mappings can be written then.
 - Unmapping does not wait for work that still uses the range: the device is synchronised first.
 - The memory of a released handle lives on while it is mapped somewhere, here or in a peer.
 - Reserving, releasing, exporting and unmapping ask for no current device; synchronising and
   measuring do, and on HIP creating and importing too.
-- The codes 0 (success), 2 (out of memory) and 801 (not supported) and the values of HandleTypes.
+- The codes 0 (success), 1 (invalid value), 2 (out of memory), 800 (not permitted) and 801 (not
+  supported), and the values of HandleTypes.
 """
 
 from __future__ import annotations
@@ -27,8 +30,13 @@ from kvxfer.errors import DriverError, OutOfMemory
 from kvxfer.memory.driver import MemoryInfo, VmmDriver
 
 SUCCESS = 0
+INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
+NOT_PERMITTED = 800
 NOT_SUPPORTED = 801
+
+_CANNOT = (INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED)
+"""What a driver may say to a kind of access that it does not have."""
 
 
 class HandleTypes(enum.IntFlag):
@@ -114,8 +122,8 @@ class VmmCalls(ABC):
     def unmap(self, address: int, size_bytes: int) -> None: ...
 
     @abstractmethod
-    def set_access(self, address: int, size_bytes: int) -> None:
-        """Let this device, and no other, read and write."""
+    def set_access(self, address: int, size_bytes: int, writable: bool) -> None:
+        """Let this device, and no other, read and, if `writable`, write."""
 
     @abstractmethod
     def export(self, handle: int) -> int:
@@ -149,6 +157,9 @@ class GpuDriver(VmmDriver):
         self.name = calls.name
         self.device = f"cuda:{calls.index}"  # torch's name for a GPU of either vendor
         self.refused: tuple[str, ...] = ()
+        self._can_protect = True
+        self._protected: set[int] = set()
+        """Addresses of the chunks that are mapped for reading only."""
         self._calls = calls
         with calls.current():
             self.kind = self._probe()
@@ -182,15 +193,17 @@ class GpuDriver(VmmDriver):
             # Last, since nothing undoes it: not even restoring the thread's device comes after.
             self._calls.release(handle)
             undo.pop_all()
+        self._protected.discard(address)
 
-    def export(self, handle: int) -> int:
+    def export(self, handle: int, writable: bool = True) -> int:
+        """The vendors know one kind of descriptor: `writable` changes nothing."""
         if not self.can_export:
             text = f"chunks of {self.device} cannot be exported: {'; '.join(self.refused)}"
             raise DriverError("export", NOT_SUPPORTED, text)
         return self._calls.export(handle)
 
-    def import_(self, fd: int, address: int, size_bytes: int) -> int:
-        return self._map_new(address, size_bytes, lambda: self._calls.import_(fd))
+    def import_(self, fd: int, address: int, size_bytes: int, writable: bool = True) -> int:
+        return self._map_new(address, size_bytes, lambda: self._calls.import_(fd), writable)
 
     def free(self, address: int, size_bytes: int) -> None:
         self._calls.free(address, size_bytes)
@@ -199,23 +212,44 @@ class GpuDriver(VmmDriver):
         with self._calls.current():
             return self._calls.memory_info()
 
-    def _map_new(self, address: int, size_bytes: int, make: Callable[[], int]) -> int:
-        """`make` a handle and map it readable and writable, or leave nothing of either."""
+    def _map_new(
+        self, address: int, size_bytes: int, make: Callable[[], int], writable: bool = True
+    ) -> int:
+        """`make` a handle, map it and open it, or leave nothing of either."""
         with ExitStack() as undo:
             with self._calls.current():
                 handle = make()
                 undo.callback(self._calls.release, handle)
                 self._calls.map(address, size_bytes, handle)
                 undo.callback(self._calls.unmap, address, size_bytes)
-                self._calls.set_access(address, size_bytes)
+                is_protected = not writable and self._protect(address, size_bytes)
+                if not is_protected:
+                    self._calls.set_access(address, size_bytes, writable=True)
             undo.pop_all()
+        if is_protected:
+            self._protected.add(address)
         return handle
+
+    def _protect(self, address: int, size_bytes: int) -> bool:
+        """Open a mapping for reading only; False where the device cannot, of which the first time
+        tells."""
+        if not self._can_protect:
+            return False
+        try:
+            self._calls.set_access(address, size_bytes, writable=False)
+        except DriverError as error:
+            if error.code not in _CANNOT:
+                raise
+            self._can_protect = False
+            self.refused += (f"mappings for reading only: {error}",)
+            return False
+        return True
 
     def _map_back(self, address: int, size_bytes: int, handle: int) -> None:
         """Undo an unmapping; the handle still holds the chunk's contents."""
         with self._calls.current():
             self._calls.map(address, size_bytes, handle)
-            self._calls.set_access(address, size_bytes)
+            self._calls.set_access(address, size_bytes, address not in self._protected)
 
     def _probe(self) -> AllocationKind:
         """The most capable kind of allocation that this device really gives."""

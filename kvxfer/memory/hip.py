@@ -12,6 +12,7 @@ projects/clr/hipamd/src/hip_vm.cpp at 048cb7b7ed02 in the same repository:
 - Before 7.12 hipMemSetAccess sums allocations from the reservation's first one on, wherever the
   range lies, and fails, at times only, when those differ in size, as a growing cache's do
   (rocm-systems #2451). No 7.2 release has the fix: older runtimes are refused.
+- hipMemSetAccess hands the flag for reading only on to the device (C).
 - hipMemCreate takes one handle type, FABRIC or a descriptor or none, and answers a combination
   with hipErrorNotSupported; hipMemExportToShareableHandle wants just the type asked for then (C).
 - hipMemCreate and hipMemImportFromShareableHandle allocate on the calling thread's current device,
@@ -39,7 +40,7 @@ OLDEST_RUNTIME = (7, 12)
 _LIBRARY = "libamdhip64.so"
 _ALLOCATION_PINNED = 1
 _LOCATION_DEVICE = 1
-_ACCESS_READ_WRITE = 3
+_ACCESS_READ, _ACCESS_READ_WRITE = 1, 3
 _GRANULARITY_MINIMUM = 0
 
 
@@ -108,7 +109,8 @@ class HipCalls(VmmCalls):
         self._check_version()
         self._call("hipInit", 0)
         location = _Location(_LOCATION_DEVICE, device_index)
-        self._access = _AccessDesc(location, _ACCESS_READ_WRITE)
+        self._read_only = _AccessDesc(location, _ACCESS_READ)
+        self._read_write = _AccessDesc(location, _ACCESS_READ_WRITE)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -165,8 +167,9 @@ class HipCalls(VmmCalls):
     def unmap(self, address: int, size_bytes: int) -> None:
         self._call("hipMemUnmap", address, size_bytes)
 
-    def set_access(self, address: int, size_bytes: int) -> None:
-        arguments = address, size_bytes, byref(self._access), 1
+    def set_access(self, address: int, size_bytes: int, writable: bool) -> None:
+        access = self._read_write if writable else self._read_only
+        arguments = address, size_bytes, byref(access), 1
         self._call("hipMemSetAccess", *arguments, wanted=size_bytes)
 
     def export(self, handle: int) -> int:

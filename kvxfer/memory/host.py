@@ -9,6 +9,10 @@ Facts this file relies on (Linux 6.18, x86-64; run by hand and by tests/memory):
 - A private, anonymous, MAP_NORESERVE mapping costs nothing until it is written to (reads find one
   shared page of zeros), so throw-away pages under retired addresses are free while nobody writes.
 - MADV_DONTNEED keeps the pages of a shared memfd; they go with the last mapping and descriptor.
+- A memfd opened anew through /proc/self/fd for reading only can be mapped for reading only (EACCES
+  for more), by whoever it is sent to. That stops mistakes, not malice: with /proc and the owner's
+  user id it can be opened for writing again. A seal against writing (F_SEAL_FUTURE_WRITE) would
+  also keep the owner from mapping its own chunk a second time, as merging chunks does.
 - memfds are not bounded by the size of /dev/shm, and F_SEAL_SHRINK keeps anyone, the exporter
   too, from cutting one short under a peer that has it mapped (which would be a SIGBUS there).
 """
@@ -137,11 +141,14 @@ class HostDriver(VmmDriver):
         self._vacancy("bury", address, size_bytes)
         _mmap(address, size_bytes, _PROT_NONE, _UNBACKED | _MAP_FIXED, -1)
 
-    def export(self, handle: int) -> int:
-        with _translated("dup"):
-            return os.dup(handle)
+    def export(self, handle: int, writable: bool = True) -> int:
+        if writable:
+            with _translated("dup"):
+                return os.dup(handle)
+        with _translated("open"):
+            return os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)
 
-    def import_(self, fd: int, address: int, size_bytes: int) -> int:
+    def import_(self, fd: int, address: int, size_bytes: int, writable: bool = True) -> int:
         reservation = self._vacancy("import_", address, size_bytes)
         with _translated("fstat"):
             actual = os.fstat(fd).st_size
@@ -155,7 +162,7 @@ class HostDriver(VmmDriver):
         with ExitStack() as undo:
             own = self.export(fd)
             undo.callback(os.close, own)
-            _map_shared(address, size_bytes, own)
+            _map_shared(address, size_bytes, own, _READ_WRITE if writable else mmap.PROT_READ)
             undo.pop_all()
         reservation.add(address, size_bytes, own)
         return own
@@ -229,10 +236,10 @@ class HostDriver(VmmDriver):
         return reservation
 
 
-def _map_shared(address: int, size_bytes: int, fd: int) -> None:
+def _map_shared(address: int, size_bytes: int, fd: int, protection: int = _READ_WRITE) -> None:
     # The pages exist: MAP_POPULATE only spares the first touch of each its minor fault.
     flags = mmap.MAP_SHARED | _MAP_FIXED | mmap.MAP_POPULATE
-    _mmap(address, size_bytes, _READ_WRITE, flags, fd)
+    _mmap(address, size_bytes, protection, flags, fd)
 
 
 def _mmap(address: int, size_bytes: int, protection: int, flags: int, fd: int) -> int:

@@ -79,15 +79,16 @@ class HostMemory:
         return MemoryInfo(max(free, 0), total)
 
 
-def ensure_open_files(needed: int) -> None:
-    """Make room for `needed` more file descriptors by raising the soft limit as far as required.
+def ensure_open_files(needed: int, welcome: int = 0) -> None:
+    """Make room for `needed` more file descriptors by raising the soft limit as far as required,
+    and for `welcome` beside them as far as the hard limit goes.
 
-    Raises UsageError when the hard limit does not allow it. Never lowers a limit.
+    Raises UsageError when the hard limit does not allow what is needed. Never lowers a limit.
     """
     in_use = sum(1 for _ in Path("/proc/self/fd").iterdir())
     required = in_use + needed + OPEN_FILES_MARGIN
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= required:
+    if soft == resource.RLIM_INFINITY or soft >= required + welcome:
         return
     if hard != resource.RLIM_INFINITY and hard < required:
         raise UsageError(
@@ -97,7 +98,10 @@ def ensure_open_files(needed: int) -> None:
             f"limit (`ulimit -Hn {required}`, LimitNOFILE= of the service, or the container's "
             "nofile ulimit), or choose a larger granularity or a smaller cache",
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (required, hard))
+    wanted = required + welcome
+    if hard != resource.RLIM_INFINITY:
+        wanted = max(soft, min(wanted, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _levels(proc: Path) -> tuple[_Level, ...]:

@@ -51,6 +51,11 @@ class VirtualBuffer:
         return self._base
 
     @property
+    def driver(self) -> VmmDriver:
+        """Of the chunks; another process's can be mapped beside them with it."""
+        return self._driver
+
+    @property
     def device(self) -> str:
         """torch's name of the device that the memory is on."""
         return self._driver.device
@@ -170,12 +175,13 @@ class VirtualBuffer:
         """Release every chunk; addresses, and tensors over them, stay as they are."""
         self.decommit(self._chunks)
 
-    def export(self, chunk: Chunk) -> int:
-        """A new file descriptor of one of `self.chunks`, which the caller owns and closes."""
+    def export(self, chunk: Chunk, writable: bool = True) -> int:
+        """A new file descriptor of one of `self.chunks`, which the caller owns and closes;
+        `writable` as for `VmmDriver.export`."""
         if self._base is None:
             raise CacheError("this buffer is closed")
         self._check_owned(chunk)
-        return self._driver.export(chunk.handle)
+        return self._driver.export(chunk.handle, writable)
 
     def close(self) -> None:
         """Release chunks and addresses; tensors over them must not be touched any more."""

@@ -158,7 +158,11 @@ def check_connectors(names: str) -> list[str]:
 def load_connector(name: str) -> type[Connector]:
     """The connector of the module connectors.<name>, imported only when asked for."""
     check_connectors(name)
-    found: type[Connector] = importlib.import_module(f"connectors.{name}").CONNECTOR
+    found: type[Connector] | None = getattr(
+        importlib.import_module(f"connectors.{name}"), "CONNECTOR", None
+    )
+    if found is None:
+        raise UsageError("connector", name, "that module of connectors/ is no connector")
     return found
 
 

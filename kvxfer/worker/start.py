@@ -124,9 +124,8 @@ class Start:
         geometry = self.geometry(capacities)
         if driver.device == "cpu":
             groups = geometry.groups
-            ensure_open_files(
-                sum(open_files_needed(one, one.capacity_blocks, LARGEST_CHUNK) for one in groups)
-            )
+            own = sum(open_files_needed(one, one.capacity_blocks, LARGEST_CHUNK) for one in groups)
+            ensure_open_files(own, own)  # and the chunks of a peer that are mapped here
         self._check_budget(geometry)
         cache = KVCache(driver, geometry)
         self.undo.callback(cache.close)

@@ -5,15 +5,19 @@ Over 300 lines, since the contract is one and its fixture serves every case.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvxfer.errors import ConnectorError
+from kvxfer.memory.host import HostDriver
+from kvxfer.memory.virtual_buffer import VirtualBuffer
 from kvxfer.transfer.connector import (
     Connector,
     Direction,
@@ -30,9 +34,30 @@ WINDOW_BYTES = 2 * MIB
 FIRST = Region(256 * KIB, 512 * KIB)
 SECOND = Region(FIRST.end, 512 * KIB)
 LATER = Region(SECOND.end + 64 * KIB, 256 * KIB)
-WIDE = Region(MIB, 24 * MIB)
+SPARE = Region(LATER.end, 64 * KIB)
+WIDE = Region(MIB, 32 * MIB)
 DEADLINE_S = 20.0
+TRANSPORTS = ("loopback", "nixl", "peer")
 _names = count()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every test over every transport, and in every direction it has where the test asks."""
+    if "direction" in metafunc.fixturenames:
+        ways = [(name, way) for name in TRANSPORTS for way in ways_of(name)]
+        metafunc.parametrize(("transport", "direction"), ways)
+    elif "transport" in metafunc.fixturenames:
+        metafunc.parametrize("transport", TRANSPORTS)
+
+
+def ways_of(transport: str) -> list[Direction]:
+    return [way for way in Direction if way in load_connector(transport).directions]
+
+
+@pytest.fixture
+def way(transport: str) -> Direction:
+    """Some direction that the transport has."""
+    return ways_of(transport)[0]
 
 
 @dataclass
@@ -49,7 +74,8 @@ class Side:
         return int(self.bytes.ctypes.data)
 
     def meet(self, other: Side, regions: Sequence[Region]) -> None:
-        self.connector.connect(other.name, other.base, other.connector.describe(regions))
+        told, invitation = other.connector.describe(regions), other.connector.invite()
+        self.connector.connect(other.name, other.base, told, invitation)
 
     def changed(self) -> int:
         return int(np.count_nonzero(self.bytes != self.before))
@@ -58,24 +84,46 @@ class Side:
 MakeSide = Callable[..., Side]
 
 
-@pytest.fixture(params=["loopback", "nixl"])
-def make_side(request: pytest.FixtureRequest) -> Iterator[MakeSide]:
-    made: list[Side] = []
+def committed(size_bytes: int, chunks: Sequence[Region]) -> VirtualBuffer:
+    """All of it, and `chunks` one chunk each."""
+    buffer = VirtualBuffer(HostDriver(), size_bytes)
+    end = 0
+    for chunk in sorted(chunks):
+        if end < chunk.offset:
+            buffer.commit([(end, chunk.offset - end)])
+        buffer.commit([(chunk.offset, chunk.size)])
+        end = chunk.end
+    buffer.commit([(end, size_bytes - end)])
+    return buffer
+
+
+@pytest.fixture
+def make_side(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MakeSide]:
+    (tmp_path / "peers").mkdir(0o700)
+    monkeypatch.setenv("KVXFER_PEER_DIR", str(tmp_path / "peers"))
+    made: list[tuple[Connector, VirtualBuffer]] = []
 
     def make(
         name: str, regions: Sequence[Region] = (FIRST, SECOND), size_bytes: int = WINDOW_BYTES
     ) -> Side:
-        memory = np.random.default_rng(len(made)).integers(0, 256, size_bytes, dtype=np.uint8)
-        window = MemoryWindow(int(memory.ctypes.data), size_bytes, "cpu")
-        connector = load_connector(request.param)(f"{name}-agent-{next(_names)}", window)
-        side = Side(connector, name, memory, memory.copy())
-        made.append(side)
+        more = (LATER, SPARE) if size_bytes == WINDOW_BYTES else ()
+        buffer = committed(size_bytes, (*{*regions, *more},))
+        raw = (ctypes.c_uint8 * size_bytes).from_address(buffer.base_address)
+        memory = np.ctypeslib.as_array(raw)
+        memory[:] = np.random.default_rng(len(made)).integers(0, 256, size_bytes, dtype=np.uint8)
+        window = MemoryWindow(buffer.base_address, size_bytes, "cpu", buffer)
+        connector = load_connector(transport)(f"{name}-agent-{next(_names)}", window)
+        made.append((connector, buffer))
         connector.register(list(regions))
-        return side
+        return Side(connector, name, memory, memory.copy())
 
     yield make
-    for side in made:
-        side.connector.close()
+    for connector, _ in made:
+        connector.close()
+    for _, buffer in made:
+        buffer.close()
 
 
 @pytest.fixture
@@ -91,6 +139,21 @@ def plan_of(*runs: tuple[int, int, int]) -> TransferPlan:
     """Runs are (source offset, destination offset, size)."""
     columns = np.array(runs, dtype=np.int64).reshape(-1, 3).T
     return TransferPlan.of_runs(*(column.copy() for column in columns))
+
+
+def reaching(way: Direction, *runs: tuple[int, int, int]) -> TransferPlan:
+    """Runs are (our offset, the peer's offset, size)."""
+    push = way is Direction.PUSH
+    return plan_of(*((a, b, size) if push else (b, a, size) for a, b, size in runs))
+
+
+def ends(way: Direction, mover: Side, other: Side) -> tuple[Side, Side]:
+    """Source and destination."""
+    return (mover, other) if way is Direction.PUSH else (other, mover)
+
+
+THEIRS = {Direction.PUSH: "destination", Direction.PULL: "source"}
+OURS = {Direction.PUSH: "source", Direction.PULL: "destination"}
 
 
 def finish(ticket: int, mover: Side, *others: Side) -> TicketResult:
@@ -129,15 +192,12 @@ SOME_RUNS = plan_of(
 )
 
 
-@pytest.mark.parametrize("direction", Direction)
 def test_moves_exactly_the_plans_bytes(pair: tuple[Side, Side], direction: Direction) -> None:
     mover, other = pair
     move(mover, other, direction, SOME_RUNS)
-    source, destination = (mover, other) if direction is Direction.PUSH else (other, mover)
-    check_moved(source, destination, SOME_RUNS)
+    check_moved(*ends(direction, mover, other), SOME_RUNS)
 
 
-@pytest.mark.parametrize("direction", Direction)
 def test_many_runs(make_side: MakeSide, direction: Direction) -> None:
     left, right = (make_side(name, [WIDE], WIDE.end + MIB) for name in ("left", "right"))
     left.meet(right, [WIDE])
@@ -146,17 +206,19 @@ def test_many_runs(make_side: MakeSide, direction: Direction) -> None:
     origins, places = (rng.permutation(slots)[:10_000] * 2 * KIB + WIDE.offset for _ in range(2))
     plan = TransferPlan.of_runs(origins, places, np.full(10_000, 2 * KIB, dtype=np.int64))
     move(left, right, direction, plan)
-    source, destination = (left, right) if direction is Direction.PUSH else (right, left)
-    check_moved(source, destination, plan)
+    check_moved(*ends(direction, left, right), plan)
 
 
-def test_several_tickets_at_once(pair: tuple[Side, Side]) -> None:
+def test_several_tickets_at_once(pair: tuple[Side, Side], transport: str) -> None:
     left, right = pair
-    push, pull = Direction.PUSH, Direction.PULL
+    ways = ways_of(transport)
     wanted = {
-        left.connector.submit("right", push, plan_of((FIRST.offset, FIRST.offset, 400 * KIB))),
-        left.connector.submit("right", push, plan_of((FIRST.offset, SECOND.offset, 400 * KIB))),
-        left.connector.submit("right", pull, plan_of((FIRST.end - 8, SECOND.offset, 8))),
+        left.connector.submit("right", way, reaching(way, run))
+        for way, run in [
+            (ways[0], (FIRST.offset, FIRST.offset, 400 * KIB)),
+            (ways[0], (SECOND.offset, SECOND.offset, 400 * KIB)),
+            (ways[-1], (SECOND.end - 8, FIRST.end - 8, 8)),
+        ]
     }
     assert len(wanted) == 3
     ended: list[TicketResult] = []
@@ -176,18 +238,18 @@ def test_an_empty_plan_completes_at_the_next_poll(pair: tuple[Side, Side]) -> No
     assert left.changed() == right.changed() == 0
 
 
-def test_regions_added_later(pair: tuple[Side, Side]) -> None:
+def test_regions_added_later(pair: tuple[Side, Side], way: Direction) -> None:
     left, right = pair
     right.connector.register([LATER])
-    unannounced = plan_of((FIRST.offset, LATER.offset, KIB))
-    with pytest.raises(ConnectorError, match="destination"):
-        left.connector.submit("right", Direction.PUSH, unannounced)
-    assert right.changed() == 0
+    unannounced = reaching(way, (FIRST.offset, LATER.offset, KIB))
+    with pytest.raises(ConnectorError, match=THEIRS[way]):
+        left.connector.submit("right", way, unannounced)
+    assert left.changed() == right.changed() == 0
     left.meet(right, [LATER])
     left.meet(right, [LATER])  # told twice is told once
-    both = plan_of((FIRST.offset, LATER.end - KIB, KIB), (SECOND.offset, FIRST.offset, KIB))
-    move(left, right, Direction.PUSH, both)
-    check_moved(left, right, both)
+    both = reaching(way, (FIRST.offset, LATER.end - KIB, KIB), (SECOND.offset, FIRST.offset, KIB))
+    move(left, right, way, both)
+    check_moved(*ends(way, left, right), both)
 
 
 def test_a_connection_without_regions_comes_first(make_side: MakeSide) -> None:
@@ -215,7 +277,6 @@ OUTSIDE = [
 ]
 
 
-@pytest.mark.parametrize("direction", Direction)
 def test_a_run_outside_one_region_is_refused(pair: tuple[Side, Side], direction: Direction) -> None:
     left, right = pair
     for runs, blamed in OUTSIDE:
@@ -225,38 +286,45 @@ def test_a_run_outside_one_region_is_refused(pair: tuple[Side, Side], direction:
     assert left.changed() == right.changed() == 0
 
 
-def test_an_unknown_peer_is_refused(pair: tuple[Side, Side]) -> None:
+def test_an_unknown_peer_is_refused(pair: tuple[Side, Side], way: Direction) -> None:
     with pytest.raises(ConnectorError, match="stranger"):
-        pair[0].connector.submit("stranger", Direction.PUSH, SOME_RUNS)
+        pair[0].connector.submit("stranger", way, SOME_RUNS)
 
 
-def test_registration_is_all_or_nothing(pair: tuple[Side, Side]) -> None:
+def test_a_direction_that_it_has_not_is_refused(pair: tuple[Side, Side], transport: str) -> None:
     left, right = pair
-    good = Region(LATER.offset, 64 * KIB)
+    for other in set(Direction).difference(ways_of(transport)):
+        with pytest.raises(ConnectorError, match=f"direction {other}"):
+            left.connector.submit("right", other, SOME_RUNS)
+    assert left.changed() == right.changed() == 0
+
+
+def test_registration_is_all_or_nothing(pair: tuple[Side, Side], way: Direction) -> None:
+    left, right = pair
     for bad in (Region(FIRST.end - 1, 2), FIRST, Region(WINDOW_BYTES - 1, 2)):
         with pytest.raises(ConnectorError):
-            right.connector.register([good, bad])
+            right.connector.register([SPARE, bad])
         with pytest.raises(ConnectorError, match="not registered"):
-            right.connector.describe([good])
-    right.connector.register([good])
-    left.meet(right, [good])
-    plan = plan_of((FIRST.offset, good.offset, good.size))
-    move(left, right, Direction.PUSH, plan)
-    check_moved(left, right, plan)
+            right.connector.describe([SPARE])
+    right.connector.register([SPARE])
+    left.meet(right, [SPARE])
+    plan = reaching(way, (FIRST.offset, SPARE.offset, SPARE.size))
+    move(left, right, way, plan)
+    check_moved(*ends(way, left, right), plan)
 
 
-def test_deregistration_takes_a_local_range_back(pair: tuple[Side, Side]) -> None:
+def test_deregistration_takes_a_local_range_back(pair: tuple[Side, Side], way: Direction) -> None:
     left, right = pair
     with pytest.raises(ConnectorError, match="not registered"):
         left.connector.deregister([FIRST, LATER])
     left.connector.deregister([FIRST])
     with pytest.raises(ConnectorError, match="not registered"):
         left.connector.describe([FIRST, SECOND])
-    with pytest.raises(ConnectorError, match="source"):
-        left.connector.submit("right", Direction.PUSH, SOME_RUNS)
+    with pytest.raises(ConnectorError, match=OURS[way]):
+        left.connector.submit("right", way, SOME_RUNS)
     left.connector.register([FIRST])
-    move(left, right, Direction.PUSH, SOME_RUNS)
-    check_moved(left, right, SOME_RUNS)
+    move(left, right, way, SOME_RUNS)
+    check_moved(*ends(way, left, right), SOME_RUNS)
 
 
 def test_a_damaged_description_is_refused_and_the_good_one_still_works(
@@ -272,14 +340,14 @@ def test_a_damaged_description_is_refused_and_the_good_one_still_works(
             left.connector.connect("right", right.base, bad)
     with pytest.raises(ConnectorError, match="not connected"):
         left.connector.submit("right", Direction.PULL, SOME_RUNS)
-    left.connector.connect("right", right.base, good)
+    left.connector.connect("right", right.base, good, right.connector.invite())
     with pytest.raises(ConnectorError):
         left.connector.connect("right", right.base, good[:-1])
     move(left, right, Direction.PULL, SOME_RUNS)
     check_moved(right, left, SOME_RUNS)
 
 
-def test_a_description_that_contradicts_is_refused(pair: tuple[Side, Side]) -> None:
+def test_a_description_that_contradicts_is_refused(pair: tuple[Side, Side], way: Direction) -> None:
     left, right = pair
     told = right.connector.describe([FIRST])
     with pytest.raises(ConnectorError, match="already peer right"):
@@ -288,8 +356,8 @@ def test_a_description_that_contradicts_is_refused(pair: tuple[Side, Side]) -> N
         left.connector.connect("right", right.base + 4096, told)
     with pytest.raises(ConnectorError, match="our own"):
         left.connector.connect("me", left.base, left.connector.describe([FIRST]))
-    move(left, right, Direction.PUSH, SOME_RUNS)
-    check_moved(left, right, SOME_RUNS)
+    move(left, right, way, SOME_RUNS)
+    check_moved(*ends(way, left, right), SOME_RUNS)
 
 
 def test_disconnect_ends_tickets_and_reconnect_works(pair: tuple[Side, Side]) -> None:
@@ -309,13 +377,12 @@ def test_disconnect_ends_tickets_and_reconnect_works(pair: tuple[Side, Side]) ->
     check_moved(right, left, SOME_RUNS)
 
 
-@pytest.mark.parametrize("direction", Direction)
 def test_revoked_regions_are_out_of_reach_until_announced_again(
     pair: tuple[Side, Side], direction: Direction
 ) -> None:
     """A cache that goes to sleep and wakes: disconnect, connect without regions, then with."""
     left, right = pair
-    source, target = (left, right) if direction is Direction.PUSH else (right, left)
+    source, target = ends(direction, left, right)
     move(left, right, direction, SOME_RUNS)
     right.connector.deregister([FIRST, SECOND])
     left.connector.disconnect("right")
@@ -332,20 +399,43 @@ def test_revoked_regions_are_out_of_reach_until_announced_again(
     check_moved(source, target, SOME_RUNS)
 
 
-def test_a_restarted_peer_takes_its_name_over(pair: tuple[Side, Side], make_side: MakeSide) -> None:
+def test_renewal_keeps_what_is_named_and_forgets_the_rest(
+    pair: tuple[Side, Side], way: Direction
+) -> None:
     left, right = pair
-    move(left, right, Direction.PUSH, SOME_RUNS)
+    both = reaching(way, (FIRST.offset, FIRST.offset, KIB), (SECOND.offset, SECOND.offset, KIB))
+    move(left, right, way, both)
+    right.connector.deregister([SECOND])
+    told, invitation = right.connector.describe([FIRST]), right.connector.invite()
+    left.connector.renew("right", right.base, told, invitation)
+    with pytest.raises(ConnectorError, match=THEIRS[way]):
+        left.connector.submit("right", way, both)
+    right.connector.register([SECOND])
+    left.meet(right, [SECOND])
+    source, destination = ends(way, left, right)
+    source.bytes[FIRST.offset : SECOND.end] ^= 0xFF
+    source.before[:] = source.bytes
+    move(left, right, way, both)
+    check_moved(source, destination, both)
+
+
+def test_a_restarted_peer_takes_its_name_over(
+    pair: tuple[Side, Side], make_side: MakeSide, way: Direction
+) -> None:
+    left, right = pair
+    move(left, right, way, SOME_RUNS)
+    left.before[:] = left.bytes
     right.connector.close()
     reborn = make_side("right")
     left.meet(reborn, [FIRST])
-    with pytest.raises(ConnectorError, match="destination"):
-        left.connector.submit("right", Direction.PUSH, SOME_RUNS)
+    with pytest.raises(ConnectorError, match=THEIRS[way]):
+        left.connector.submit("right", way, SOME_RUNS)
     left.meet(reborn, [SECOND])
-    move(left, reborn, Direction.PUSH, SOME_RUNS)
-    check_moved(left, reborn, SOME_RUNS)
+    move(left, reborn, way, SOME_RUNS)
+    check_moved(*ends(way, left, reborn), SOME_RUNS)
 
 
-def test_close_is_idempotent_and_final(pair: tuple[Side, Side]) -> None:
+def test_close_is_idempotent_and_final(pair: tuple[Side, Side], way: Direction) -> None:
     left, right = pair
     told = right.connector.describe([FIRST])
     left.connector.close()
@@ -355,7 +445,7 @@ def test_close_is_idempotent_and_final(pair: tuple[Side, Side]) -> None:
         lambda: left.connector.deregister([FIRST]),
         lambda: left.connector.describe([FIRST]),
         lambda: left.connector.connect("right", right.base, told),
-        lambda: left.connector.submit("right", Direction.PUSH, SOME_RUNS),
+        lambda: left.connector.submit("right", way, SOME_RUNS),
         lambda: left.connector.disconnect("right"),
         lambda: left.connector.poll(),
     ]

@@ -68,9 +68,9 @@ class Space:
         size = count * self.granule
         self.chunks[granule] = (size, self.driver.commit(self.at(granule), size))
 
-    def import_(self, fd, granule, count=1):
+    def import_(self, fd, granule, count=1, writable=True):
         size = count * self.granule
-        self.chunks[granule] = (size, self.driver.import_(fd, self.at(granule), size))
+        self.chunks[granule] = (size, self.driver.import_(fd, self.at(granule), size, writable))
 
     def decommit(self, granule):
         size, handle = self.chunks[granule]
@@ -176,6 +176,20 @@ def test_an_imported_chunk_outlives_the_exporter_and_its_descriptor(driver, undo
     space.commit(0)
     space.bytes(0).fill_(1)
     assert holds(other.bytes(0), 6)
+
+
+def test_an_import_for_reading_only_is_the_same_memory(driver, undo, space):
+    other = Space(driver, undo)
+    space.commit(0, 2)
+    fd = driver.export(space.chunks[0][1], writable=False)
+    other.import_(fd, 5, 2, writable=False)
+    os.close(fd)
+    space.bytes(0, 2).fill_(3)
+    assert holds(other.bytes(5, 2), 3)
+    other.decommit(5)
+    other.commit(5, 2)
+    other.bytes(5, 2).fill_(4)
+    assert holds(space.bytes(0, 2), 3)
 
 
 def test_each_export_is_a_descriptor_of_its_own(driver, space):

@@ -85,11 +85,20 @@ def import_(buffer, driver, undo):
     undo.callback(driver.decommit, address, size, handle)
 
 
+def import_for_reading(buffer, driver, undo):
+    chunk = buffer.chunks[0]
+    address = buffer.base_address + 16 * G
+    fd = buffer.export(chunk, writable=False)
+    undo.callback(os.close, fd)
+    handle = driver.import_(fd, address, chunk.size, writable=False)
+    undo.callback(driver.decommit, address, chunk.size, handle)
+
+
 def memory_info(buffer, driver, undo):
     driver.memory_info()
 
 
-OPERATIONS = [reserve, commit, decommit, export, import_, memory_info]
+OPERATIONS = [reserve, commit, decommit, export, import_, import_for_reading, memory_info]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
@@ -152,6 +161,46 @@ def test_whichever_call_fails_a_driver_is_whole_or_not_made():
         outcomes["lesser"] += step
     # Granularity, allocation and export of a kind: what refuses one of them gets the next kind.
     assert outcomes["lesser"] >= 3 and outcomes["refused"] >= 5, outcomes
+
+
+def permissions(mapped, address):
+    ((_, _, found, _),) = mapped(address, address + G)
+    return found[:2]
+
+
+def test_what_is_imported_for_reading_stays_so_when_unmapping_fails(driver, buffer, mapped):
+    chunk = sole(buffer)
+    address = buffer.base_address + 16 * G
+    fd = buffer.export(chunk)
+    handle = driver.import_(fd, address, chunk.size, writable=False)
+    assert permissions(mapped, address) == "r-"
+    with STUB.failing(entry("MemRelease")), pytest.raises(DriverError):
+        driver.decommit(address, chunk.size, handle)
+    assert permissions(mapped, address) == "r-"
+    driver.decommit(address, chunk.size, handle)
+    handle = driver.import_(fd, address, chunk.size)
+    os.close(fd)
+    with STUB.failing(entry("MemRelease")), pytest.raises(DriverError):
+        driver.decommit(address, chunk.size, handle)
+    assert permissions(mapped, address) == "rw"
+    driver.decommit(address, chunk.size, handle)
+
+
+def test_a_device_that_cannot_map_for_reading_only_says_so_once(
+    driver, buffer, mapped, monkeypatch
+):
+    monkeypatch.setenv("STUB_READ_ONLY", "0")
+    sole(buffer)
+    address = buffer.base_address + 16 * G
+    told = len(driver.refused)
+    for attempts in (2, 1):
+        with ExitStack() as undo:
+            STUB.reset()
+            import_for_reading(buffer, driver, undo)
+            assert permissions(mapped, address) == "rw"
+            assert STUB.log().count(entry("MemSetAccess")) == attempts
+    (reason,) = driver.refused[told:]
+    assert reason.startswith(f"mappings for reading only: {entry('MemSetAccess')}")
 
 
 def test_want_of_memory_half_way_says_how_much_and_leaves_nothing(driver, buffer, monkeypatch):
@@ -260,7 +309,9 @@ def test_the_stub_is_as_strict_as_the_cases_above_need(driver, buffer):
     other = DRIVER(0)
     handle = other.commit(buffer.base_address, G)
     with pytest.raises(DriverError, match="MemSetAccess"):
-        driver._calls.set_access(buffer.base_address, G)  # device 1 has no access to device 0's
+        driver._calls.set_access(
+            buffer.base_address, G, True
+        )  # device 1 has no access to device 0's
     other.decommit(buffer.base_address, G, handle)
     with pytest.raises(DriverError, match="MemRelease"):
         driver._calls.release(handle)

@@ -151,6 +151,22 @@ def test_an_import_that_its_exporter_could_cut_short_is_refused(driver, buffer):
     os.close(fd)
 
 
+def test_who_reads_only_cannot_write(driver, buffer, in_child):
+    (chunk,) = buffer.commit([(0, G)])
+    address = buffer.base_address + 8 * G
+    fd = buffer.export(chunk, writable=False)
+    assert not os.get_inheritable(fd)
+    with pytest.raises(DriverError, match="mmap"):
+        driver.import_(fd, address, G)
+    handle = driver.import_(fd, address, G, writable=False)
+    os.close(fd)
+    ctypes.memset(buffer.base_address, 5, G)
+    assert ctypes.string_at(address, G) == bytes([5]) * G
+    assert in_child(lambda: ctypes.memset(address, 6, 1)) == -signal.SIGSEGV
+    assert in_child(lambda: ctypes.memset(buffer.base_address, 5, 1)) == 0
+    driver.decommit(address, G, handle)
+
+
 def test_an_exporter_cannot_cut_a_chunk_short(driver, buffer):
     (chunk,) = buffer.commit([(0, G)])
     with pytest.raises(PermissionError):

@@ -61,3 +61,15 @@ class PeerSide(AbstractContextManager["PeerSide"]):
     ) -> None:
         self.connector.close()
         self.buffer.close()
+
+
+def pull_from(owner: PeerSide, side: PeerSide) -> None:
+    """That all is well between two others: the owner's first chunk is full of sevens."""
+    regions = owner.connector._regions.regions
+    told = owner.connector.describe(regions), owner.connector.invite()
+    side.connector.connect("owner", owner.base, *told)
+    region = regions[0]
+    side.bytes(region.offset, region.size)[:] = 0
+    ticket = side.start("owner", (region.offset, region.offset, region.size))
+    assert side.finish(ticket, owner.connector.poll).error is None
+    assert (side.bytes(region.offset, region.size) == 7).all()
