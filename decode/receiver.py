@@ -14,6 +14,7 @@ from kvxfer.control.messages import Confirmed, Done, Grant, PrefillRequest, Read
 from kvxfer.control.session import Peer
 from kvxfer.errors import WireError
 from kvxfer.telemetry.trace import Trace
+from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.plan import plan_groups
 from kvxfer.transfer.regions import RegionSet
 from kvxfer.transfer.sides import cache_sides, why_not_blocks
@@ -79,7 +80,7 @@ class Receiver:
         tokens = travelling(geometry.specs, num_prompt, range(ready.start, ready.stop), theirs)
         plan = plan_groups(source, target, tokens, layers)
         if request.tokens_read == 0 and not any(request.layers_read):
-            self._trace.event("transfer_start", request=request.request_id, lane="pull")
+            self._trace.event("transfer_start", request=request.request_id, lane=str(request.lane))
         self._advance(request, ready, layers)
         request.lease_blocks = ready.lease.blocks
         request.offer_is_final = ready.final
@@ -143,7 +144,7 @@ class Receiver:
         )
         if not complete:
             raise WireError(f"request {request.request_id}: Confirmed before all was read")
-        self._filled(request, "pull")
+        self._filled(request)
 
     def prove_pushed(self, request: DecodeRequest, done: Done) -> None:
         """Raises WireError unless the grant was used for all tokens of all layers."""
@@ -155,12 +156,13 @@ class Receiver:
                 f"request {request.request_id}: Done covers {covered}, expected {expected}"
             )
         request.stats = done.transfer
-        self._filled(request, "push")
+        self._filled(request)
 
-    def _filled(self, request: DecodeRequest, lane: str) -> None:
+    def _filled(self, request: DecodeRequest) -> None:
         request.state = RequestState.FILLED
         stats = request.stats
-        if lane == "pull":
+        lane = str(request.lane)
+        if request.direction is Direction.PULL:
             self._trace.event(
                 "transfer_end",
                 request=request.request_id,

@@ -63,7 +63,7 @@ class Sender:
         moved = travelling(specs, num_prompt, tokens, theirs.specs)
         plan = plan_groups(source, target, moved, layers)
         if tokens.start == 0 and not any(one.start for one in layers):
-            self._trace.event("transfer_start", request=job.request.request_id, lane="push")
+            self._trace.event("transfer_start", request=job.request.request_id, lane=str(job.lane))
         job.moves_in_flight += 1
 
         def ended(movement: Movement) -> None:
@@ -102,7 +102,7 @@ class Sender:
             self._trace.event(
                 "transfer_end",
                 request=request.request_id,
-                lane="push",
+                lane=str(job.lane),
                 start_ns=stats.start_ns,
                 end_ns=stats.end_ns,
                 num_bytes=stats.num_bytes,

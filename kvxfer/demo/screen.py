@@ -59,7 +59,7 @@ class Screen:
 
 
 def _request_table(result: DemoResult) -> Table:
-    table = Table(title=f"Handed over from prefill to decode ({result.lane}, NIXL)")
+    table = Table(title=f"Handed over from prefill to decode (lane {result.lane})")
     table.add_column("request", no_wrap=True)
     for name in ("prompt tokens", "TTFT ms", "MB", "GB/s", "runs", "blocks"):
         table.add_column(name, justify="right")
