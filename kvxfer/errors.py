@@ -23,6 +23,7 @@ KvxferError                    exit code 1
 ├── ModelError                 the model cannot be run
 │   ├── ModelOutOfMemory       a step's own allocations did not fit
 │   └── UnsupportedModel       ... by design
+├── RankFailed                 one rank of a tensor-parallel worker could not do its part
 └── WorkerDied                 a worker process ended when it should not have
 
 Foreign errors (OSError, CUDA codes, NIXL and ZMQ exceptions) become one of these in the module
@@ -169,6 +170,16 @@ class ModelOutOfMemory(ModelError):
 
 class UnsupportedModel(ModelError):
     pass
+
+
+class RankFailed(KvxferError):
+    """`rank` of `size` raised a `kind` of these; the ranks go on together."""
+
+    def __init__(self, rank: int, size: int, kind: str, text: str) -> None:
+        super().__init__(f"rank {rank} of {size}: {kind}: {text}")
+        self.rank = rank
+        self.size = size
+        self.kind = kind
 
 
 class WorkerDied(KvxferError):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-WORKER_MODULES = ("prefill", "decode", "kvxfer.worker.single")
+WORKER_MODULES = ("prefill", "decode", "kvxfer.worker.single", "kvxfer.worker.rank_process")
 RUN_MARK = f"KVXFER_TEST_RUN={os.getpid()}"
 """In the environment of everything that this run starts."""
 

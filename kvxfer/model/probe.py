@@ -10,14 +10,16 @@ call, None where it has none. DeepSeek's multi-head latent attention caches one 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvxfer.cache.spec import GroupKind
 from kvxfer.errors import UnsupportedModel
+from kvxfer.model.encoder_decoder import Decoder, probe_layers
 from kvxfer.model.groups import LayerKV
+from kvxfer.model.loader import ModelInfo
 from kvxfer.model.packing import PackedStep, probe_step
 from kvxfer.model.paged_cache import RecordingCache
 
@@ -25,6 +27,33 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Run = Callable[[PackedStep, RecordingCache], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The two ways of a forward pass: packed, and a decoder's behind an encoder."""
+
+    packed: Run
+    decoder: Decoder
+
+
+def model_layers(
+    info: ModelInfo, config: PretrainedConfig, runs: Runs, device: torch.device
+) -> tuple[list[LayerKV], list[LayerKV]]:
+    """By layer, of self-attention and of cross attention; errors as `decoder_layers`, and
+    UnsupportedModel where torch cannot run it, as when slices of its layers do not fit together."""
+    start = info.decoder_start_token_id
+    try:
+        if start is not None:
+            return probe_layers(runs.decoder, start, device)
+        return decoder_layers(runs.packed, config, device), []
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{info.architecture}: {error}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UnsupportedModel(f"{info.architecture}: cannot be run: {reason}") from error
 
 
 def decoder_layers(run: Run, config: PretrainedConfig, device: torch.device) -> list[LayerKV]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +41,7 @@ from kvxfer.model.paged_cache import (
 )
 from kvxfer.model.row_classes import padded_rows
 from kvxfer.model.sampling import SampleSpec
-from kvxfer.model.tensor_parallel import Ranks, TensorParallel, check_heads
+from kvxfer.model.tensor_parallel import Ranks, TensorParallel, check_heads, left_on_failure
 
 if TYPE_CHECKING:
     from transformers import EncoderDecoderCache, PreTrainedModel
@@ -94,13 +93,9 @@ class ModelRunner:
         if threads < 1:
             raise UsageError("threads", threads, "must be at least 1")
         torch.set_num_threads(threads)
-        with ExitStack() as undo:
-            ranks = tensor_parallel.join(device) if tensor_parallel else None
-            if ranks is not None:
-                undo.callback(ranks.close)
-            runner = cls(info, load_model(info, device, dtype, ranks), torch.device(device), ranks)
-            undo.pop_all()
-        return runner
+        ranks = tensor_parallel.join(device) if tensor_parallel else None
+        with left_on_failure(ranks):
+            return cls(info, load_model(info, device, dtype, ranks), torch.device(device), ranks)
 
     def probe_specs(self, block_size: int) -> tuple[KVCacheSpec, ...]:
         """The groups of this model's layers, seen in a forward pass of one token, not guessed from
@@ -108,11 +103,10 @@ class ModelRunner:
         does not run as this package needs it to."""
         config, run = self._loaded().config, probe.Runs(self._run, self._run_decoder)
         found = probe.model_layers(self.info, config, run, self._device)
-        groups = ModelGroups.of(*found, block_size)
+        self._groups = ModelGroups.of(*found, block_size)
         if self._ranks is not None:
-            check_heads(groups.specs, config, self._ranks.size)
-        self._groups = groups
-        return groups.specs
+            check_heads(self._groups.specs, config, self._ranks.size)
+        return self._groups.specs
 
     def bind(self, views: Views) -> None:
         """Use `views` from now on: by group, one tensor [B, H, N, C] a layer, of the probed spec's

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvxfer.config import WorkerOptions, check_device, resolve
-from kvxfer.control.channel import Channel, check_loopback
+from kvxfer.control.addresses import check_loopback
+from kvxfer.control.channel import Channel
 from kvxfer.errors import KvxferError, UsageError, WorkerDied
 from kvxfer.transfer.connector import check_connectors
 from kvxfer.transfer.lanes import LANES
@@ -98,7 +99,7 @@ def _run(
     announcer: Announcer,
 ) -> None:
     if options.ready_fd >= 0:
-        _end_with_parent()
+        end_with_parent()
     options = resolve(options, role)
     _check_cheaply(options)
     for address in dial:
@@ -142,7 +143,7 @@ def handle_signals(act: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Have the kernel kill this process when its launcher dies, however it dies."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:

@@ -1,0 +1,34 @@
+"""The tokens that follow the steps of a pass, from its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvxfer.errors import ModelError
+from kvxfer.model.encoder_decoder import FIRST_TOKEN
+from kvxfer.model.loader import ModelInfo
+from kvxfer.model.packing import SequenceStep
+from kvxfer.model.sampling import SampleSpec, sample
+
+
+def choose(info: ModelInfo, steps: Sequence[SequenceStep], logits: torch.Tensor) -> list[int]:
+    """By each step's SampleSpec, greedy where it has none, from `logits` [len(steps), V]. Raises
+    ModelError where the largest is not finite."""
+    # Greedy rows stay on the device; max gives the first, hence lowest, id of equal logits.
+    best = logits.max(dim=-1)
+    finite = torch.isfinite(best.values).tolist()
+    tokens: list[int] = best.indices.tolist()
+    for row, step in enumerate(steps):
+        spec, position = step.sample or SampleSpec(), _position_after(info, step)
+        if not finite[row]:
+            raise ModelError(f"the logits for position {position} are not finite")
+        if spec.temperature > 0:
+            tokens[row] = sample(logits[row], position, spec)
+    return tokens
+
+
+def _position_after(info: ModelInfo, step: SequenceStep) -> int:
+    is_prompt = info.is_encoder_decoder and not step.num_encoder_tokens
+    return FIRST_TOKEN if is_prompt else step.end
