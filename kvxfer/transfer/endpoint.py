@@ -156,8 +156,8 @@ class Endpoint:
         self._own.grow(num_blocks)
 
     def update(self) -> bytes:
-        """For each peer's `apply`: regions that some peer has not acknowledged. May be told again,
-        and makes up for one that was lost."""
+        """For each peer's `apply`: what some peer has not acknowledged. May be told again, and
+        makes up for one that was lost; from `revoke` to `release` it is what `revoke` returned."""
         return encode(self._own.update())
 
     def revoke(self, *num_blocks: int) -> bytes:

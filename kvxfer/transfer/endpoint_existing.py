@@ -98,18 +98,17 @@ def _check_alike(
     if len(tensors) != expected:
         raise UsageError("tensors", len(tensors), f"the spec has {spec.num_layers} layers")
     extents = {"L": spec.num_layers, "H": spec.num_kv_heads, "N": spec.block_size}
-    extents |= {"C": spec.content_dim}
+    extents |= {"C": spec.content_dim, "B": 1}
     first = tensors[0]
+    if first.dim() == len(axes):
+        extents["B"] = first.shape[axes.index("B")]
+    wanted = [extents[axis] for axis in axes]
     for index, tensor in enumerate(tensors):
         if str(tensor.dtype) != f"torch.{spec.dtype}":
             raise UsageError("dtype", str(tensor.dtype), f"tensor {index} is not {spec.dtype}")
         if tensor.device.type not in ("cpu", "cuda") or tensor.device != first.device:
-            raise UsageError("device", str(tensor.device), f"of tensor {index}, the first is on "
-                             f"{first.device}; cpu and cuda can be reached")  # fmt: skip
-        wanted = [extents.get(axis, first.shape[0] if tensor.dim() else 0) for axis in axes]
-        if tensor.dim() == len(axes):
-            at = axes.index("B")
-            wanted[at] = max(1, first.shape[at])
+            reason = f"tensor {index}: all must be on one device, cpu or cuda"
+            raise UsageError("device", str(tensor.device), reason)
         if list(tensor.shape) != wanted:
             named = ", ".join(f"{axis}={size}" for axis, size in zip(axes, wanted, strict=True))
             raise UsageError("tensors", tuple(tensor.shape), f"tensor {index} is not [{named}]")

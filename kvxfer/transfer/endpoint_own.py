@@ -69,7 +69,9 @@ class OwnMemory:
         self._going: tuple[Region, ...] = ()
         """Revoked, and not released yet."""
         self._target: tuple[int, ...] = ()
-        """What `revoke` was asked for."""
+        """What `revoke` was asked for, the newest time,"""
+        self._revocation: Revocation | None = None
+        """and what it said."""
         self.holders = Holders()
 
     @property
@@ -134,7 +136,9 @@ class OwnMemory:
             self.register()
             undo.pop_all()
 
-    def update(self) -> Growth:
+    def update(self) -> Growth | Revocation:
+        if self._going and self._revocation is not None:
+            return self._revocation
         since = self.holders.oldest_generation(self.regions.generation)
         regions = self._registered.since(since)
         return Growth(
@@ -163,13 +167,14 @@ class OwnMemory:
         self._registered.remove(sorted(gone))
         self._going, self._target = going, tuple(num_blocks)
         self._epoch += 1
-        return Revocation(
+        self._revocation = Revocation(
             agent=self._agent,
             generation=self.regions.generation,
             epoch=self._epoch,
             regions=list(left),
             description=description,
         )
+        return self._revocation
 
     def release(self) -> int:
         if not self._going:

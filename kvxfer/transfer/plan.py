@@ -43,6 +43,8 @@ class TransferPlan:
     dst_edges: Int64Array = field(default_factory=_NO_EDGES.copy)
     given: Runs | None = None
     """The runs, where they were not derived from boxes."""
+    seen: tuple[RegionSet, RegionSet] | None = None
+    """The registered regions, source's and destination's, that the planner found all of it in."""
 
     @classmethod
     def of_runs(cls, src: Int64Array, dst: Int64Array, sizes: Int64Array) -> TransferPlan:
@@ -139,6 +141,7 @@ def plan_groups(
         tuple(box for part in parts for box in part.boxes),
         np.concatenate(src_edges),
         np.concatenate(dst_edges),
+        seen=(src[0].regions, dst[0].regions) if src else None,
     )
 
 
@@ -181,6 +184,7 @@ def plan_transfer(
         tuple(box_of(src_end, dst_end, part) for part in parts),
         _edges(src_end, src.regions, tokens, parts[0], "source"),
         _edges(dst_end, dst.regions, tokens, parts[0], "destination"),
+        seen=(src.regions, dst.regions),
     )
 
 

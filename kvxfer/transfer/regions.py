@@ -71,6 +71,16 @@ class RegionSet:
     def ends(self) -> Int64Array:
         return np.array([region.end for region in self.regions], dtype=np.int64)
 
+    def includes(self, other: RegionSet) -> bool:
+        """Whether each region of `other` is one of these."""
+        index = np.searchsorted(self.starts, other.starts)
+        if not len(index):
+            return True
+        if index[-1] >= len(self.starts):
+            return False
+        same = (self.starts[index] == other.starts) & (self.ends[index] == other.ends)
+        return bool(same.all())
+
     def check_covers(self, offsets: Int64Array, sizes: Int64Array, what: str) -> None:
         """Raise RegionError unless each [offset, offset + size) lies within one region."""
         if not len(offsets):

@@ -8,11 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.planning import bytes_of_boxes
 
+from kvxfer.cache.layout import GroupGeometry, KVCacheLayout
+from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.errors import ConnectorError, PlanError
 from kvxfer.transfer.boxes import Box
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.coverage import crossed_edges, first_overlap
-from kvxfer.transfer.plan import TransferPlan
+from kvxfer.transfer.plan import CacheSide, TransferPlan, plan_transfer
 from kvxfer.transfer.reach import check_plan
 from kvxfer.transfer.regions import Region, RegionSet
 
@@ -203,3 +205,38 @@ def test_a_run_across_an_edge_that_the_plan_does_not_know_is_refused():
 def test_columns_of_a_box_that_do_not_fit_are_refused(columns, why):
     with pytest.raises(PlanError, match=f"^box: .*{why}"):
         Box(*columns, 4)
+
+
+def test_a_planners_word_counts_while_the_regions_that_it_saw_are_there() -> None:
+    spec = KVCacheSpec(2, 1, 8, 8, "float32", 4)
+    geometry = GroupGeometry.build(spec, KVCacheLayout.LBNHC, 64, 4096)
+    first, second = (Region(geometry.segment_offset(i), 4096) for i in range(2))
+    regions = RegionSet().add([first, second])
+    side = CacheSide(geometry, regions, [1, 2])
+    plan = plan_transfer(side, CacheSide(geometry, regions, [5, 3]), range(8))
+    grown = regions.add([Region(second.end, 4096)])
+    for known in (regions, grown, RegionSet((first, second))):
+        check_plan(plan, Direction.PULL, known, regions)
+    for gone in (first, second):
+        revoked = grown.remove([gone])
+        for sides in ((revoked, regions), (regions, revoked)):
+            with pytest.raises(ConnectorError, match="registered region"):
+                check_plan(plan, Direction.PUSH, *sides)
+    halves = RegionSet().add(
+        [Region(first.offset, 2048), Region(first.offset + 2048, 2048), second]
+    )
+    check_plan(plan, Direction.PUSH, halves, regions)  # found out the long way
+
+
+@given(st.lists(st.integers(0, 40), unique=True, max_size=12), st.data())
+@BUDGET
+def test_a_set_of_regions_includes_its_parts_and_no_others(starts: list[int], data) -> None:
+    def regions(of: list[int], size: int = 64) -> RegionSet:
+        return RegionSet(tuple(Region(64 * start, size) for start in sorted(of)))
+
+    whole = regions(starts)
+    part = data.draw(st.lists(st.sampled_from(starts), unique=True) if starts else st.just([]))
+    assert whole.includes(regions(part))
+    assert whole.includes(regions(part, 32)) == (not part)
+    other = data.draw(st.integers(0, 40))
+    assert whole.includes(regions([*{*part, other}])) == (other in starts)
