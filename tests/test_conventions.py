@@ -33,7 +33,8 @@ LAYERS = (
     ("model",),
     ("config", "command"),
     ("worker",),
-    ("serve", "launch", "bench"),
+    ("serve", "launch", "doctor"),
+    ("bench",),
     ("demo",),
     ("cli",),
 )
@@ -57,7 +58,7 @@ VENDOR_ROOMS = {
                  "kvxfer/serve/prompts.py", "kvxfer/bench/", "prefill/__main__.py",
                  "decode/__main__.py"),
     "matplotlib": ("kvxfer/bench/",),
-    "rich": ("kvxfer/demo/screen.py",),
+    "rich": ("kvxfer/demo/screen.py", "kvxfer/bench/transfer_screen.py", "kvxfer/doctor/screen.py"),
 }  # fmt: skip
 
 PURE = ("kvxfer/cache/layout.py", "kvxfer/cache/spec.py", "kvxfer/transfer/plan.py")

@@ -1,6 +1,6 @@
 """Bytes that say where they belong, to try a lane out with: any misplaced run shows.
 
-The pattern is one of logical positions (layer, head, token, byte of content), so that two caches
+The pattern is one of logical positions (layer, head, token, word of content), so that two caches
 of different layouts and block sizes can be filled and checked apart from each other.
 """
 
@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-_STEP = 0x9E3779B1
-"""2^32 over the golden ratio, an odd number: neighbours differ in their high bits."""
+_STEP = 0x1E3779B97F4A7C15
+"""2^64 over the golden ratio, less its highest bits: odd, so that no two positions are alike, and
+neighbours differ in most bytes."""
 
 
 def write_pattern(views: Sequence[torch.Tensor], blocks: Sequence[int], seed: int) -> None:
@@ -47,8 +48,12 @@ def _ids(blocks: Sequence[int], view: torch.Tensor) -> torch.Tensor:
 def _pattern(view: torch.Tensor, num_blocks: int, layer: int, seed: int) -> torch.Tensor:
     """[num_blocks, H, N, bytes of C] of logical positions."""
     _, heads, slots, content = _bytes_of(view).shape
-    tokens = num_blocks * slots
-    position = torch.arange(heads * tokens * content, device=view.device)
-    position += seed + layer * position.numel()
-    mixed = ((position * _STEP) >> 21).to(torch.uint8)
-    return mixed.view(heads, num_blocks, slots, content).transpose(0, 1)
+    width = 8 if content % 8 == 0 else 1
+    numbers = num_blocks * heads * slots * content // width
+    position = torch.arange(numbers, device=view.device)
+    position += seed + layer * numbers
+    position *= _STEP
+    if width == 1:
+        position = (position >> 32).to(torch.uint8)
+    shape = heads, num_blocks, slots, content // width
+    return position.view(shape).view(torch.uint8).transpose(0, 1)

@@ -1,0 +1,124 @@
+"""The loop of each of the two processes of a transfer bench: asked, it answers.
+
+A message from the parent is (method of `End`, arguments), an answer (is an error, value). Waiting,
+a process lets its connector serve the other end, often while that moves something: a transport may
+need us for it.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.bench.transfer_words import OTHER, Burst, Grown, Move
+from kvxfer.errors import ConnectorError, DeadlineExceeded, KvxferError
+
+if TYPE_CHECKING:
+    from kvxfer.bench.transfer_end import End
+
+IDLE_POLL_S = 0.002
+SERVE_POLL_S = {"cpu": 100e-6}
+"""While the other end moves something: on the host others need the core more than we do."""
+BURST_TIMEOUT_S = 120.0
+
+
+def serve_process(pipe: Connection, role: str, device: str, environment: Mapping[str, str]) -> None:
+    """A process's main: until the parent closes its end of `pipe`, however that comes about."""
+    os.environ.update(environment)  # before any transport is loaded
+    from kvxfer.bench.transfer_end import End
+
+    serve(pipe, role, device, End)
+
+
+def serve(pipe: Connection, role: str, device: str, kind: type[End]) -> None:
+    with ExitStack() as undo, suppress(BrokenPipeError):  # the parent has gone: so do we
+        end: End | None = None
+        wait_s = IDLE_POLL_S
+        while (message := _receive(pipe, end, wait_s)) is not None:
+            verb, arguments = message
+            try:
+                if end is None:
+                    end = kind(role, device)
+                    undo.callback(end.close)
+                if verb == "serve":
+                    wait_s = SERVE_POLL_S.get(device, 0) if arguments[0] else IDLE_POLL_S
+                answer = _answer(end, pipe, verb, arguments)
+            except KvxferError as error:
+                pipe.send((True, str(error)))
+            else:
+                pipe.send((False, answer))
+
+
+def _receive(
+    pipe: Connection, end: End | None, wait_s: float
+) -> tuple[str, tuple[Any, ...]] | None:
+    """The next message, None when the parent has gone. An error of what is done meanwhile is the
+    answer to it: it is told then, and the message dropped."""
+    failure = ""
+    while True:
+        try:
+            while not pipe.poll(wait_s):
+                if end is not None and not failure:
+                    end.serve_peer()
+            message: tuple[str, tuple[Any, ...]] = pipe.recv()
+        except (EOFError, OSError):
+            return None
+        except KvxferError as error:
+            failure = str(error)
+            continue
+        if not failure:
+            return message
+        pipe.send((True, failure))
+        failure = ""
+
+
+def _answer(end: End, pipe: Connection, verb: str, arguments: tuple[Any, ...]) -> Any:
+    if verb == "serve":
+        return None
+    if verb == "burst":
+        return burst(end, pipe, *arguments)
+    return getattr(end, verb)(*arguments)
+
+
+def burst(end: End, pipe: Connection, moves: Sequence[Move], before: int, after: int) -> Burst:
+    """Move `moves` in turn, over and over: `before` times, then, having said so, on while the
+    parent has the source grow and tells what of; that is learnt, one block of it moved beside the
+    others, and `after` more transfers made. Raises KvxferError."""
+    deadline_s = time.monotonic() + BURST_TIMEOUT_S
+    plans = [end.plan_of(move) for move in moves]
+    spans: list[tuple[float, float]] = []
+    connected_s = usable_s = 0.0
+    probe = -1
+    left = after
+    while not usable_s or left > 0:
+        left -= usable_s > 0
+        start_s = time.monotonic()
+        direction = moves[0].direction
+        ticket = end.connector.submit(OTHER[end.role], direction, plans[len(spans) % len(plans)])
+        while ticket >= 0:
+            for result in end.connector.poll():
+                if result.error is not None:
+                    raise ConnectorError(f"a transfer failed: {result.error}")
+                if result.ticket == ticket:
+                    spans.append((start_s, time.monotonic()))
+                    ticket = -1
+                elif result.ticket == probe:
+                    usable_s = time.monotonic()
+            if time.monotonic() > deadline_s:
+                raise DeadlineExceeded(f"a burst took more than {BURST_TIMEOUT_S:g} s")
+            if not connected_s and len(spans) >= before and pipe.poll(0):
+                grown: Grown = pipe.recv()
+                end.learn(grown)
+                connected_s = time.monotonic()
+                block = (grown.new_block,)
+                plan = end.plan_of(Move(direction, block, (1,)))
+                probe = end.connector.submit(OTHER[end.role], direction, plan)
+            end.pause()
+        if len(spans) == before:
+            pipe.send((False, statistics.median(e - s for s, e in spans)))
+    return Burst(tuple(spans), connected_s, usable_s)
