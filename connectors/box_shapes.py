@@ -105,12 +105,13 @@ def _stretches(gaps: NDArray[np.bool_]) -> tuple[Int64Array, Int64Array]:
 def kernel_sized(box: Box, cols_bytes: int) -> Iterator[Box]:
     """The box in parts of at most AXES extents and, at `cols_bytes` a row, MAX_ROWS rows."""
     beyond = max(0, len(box.extents) - AXES)
-    outer, extents = box.extents[:beyond], box.extents[beyond:]
-    box = Box(
-        spread(box.src_starts, outer, box.src_strides[:beyond]),
-        spread(box.dst_starts, outer, box.dst_strides[:beyond]),
-        *(extents, box.src_strides[beyond:], box.dst_strides[beyond:], box.run_bytes),
-    )
+    if beyond:
+        outer, extents = box.extents[:beyond], box.extents[beyond:]
+        box = Box(
+            spread(box.src_starts, outer, box.src_strides[:beyond]),
+            spread(box.dst_starts, outer, box.dst_strides[:beyond]),
+            *(extents, box.src_strides[beyond:], box.dst_strides[beyond:], box.run_bytes),
+        )
     num_starts = len(box.dst_starts)
     if not num_starts:
         return
@@ -118,6 +119,9 @@ def kernel_sized(box: Box, cols_bytes: int) -> Iterator[Box]:
     if rows_per_start > MAX_ROWS:
         raise ConnectorError(f"box: {rows_per_start} rows of {cols_bytes} bytes from one start")
     step = MAX_ROWS // rows_per_start
+    if num_starts <= step:
+        yield box
+        return
     for first in range(0, num_starts, step):
         yield _with_starts(box, slice(first, first + step))
 

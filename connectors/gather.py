@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -174,6 +174,10 @@ class GpuCopier:
             with _translated("stream"):
                 self._stream = torch.cuda.Stream(device, priority=stream_priority)  # type: ignore[no-untyped-call]
             self._device = str(self._stream.device)  # with its index
+        self._current: AbstractContextManager[object] = nullcontext()
+        if self._stream is not None:
+            # The stream's device is made current too. Made once: that takes longer than to enter.
+            self._current = torch.cuda.stream(self._stream)
         self._pool = UploadPool(self._device)
 
     def start(
@@ -260,9 +264,7 @@ class GpuCopier:
 
     @contextmanager
     def _on_stream(self, what: str) -> Iterator[None]:
-        with _translated(what), ExitStack() as stack:
-            if self._stream is not None:
-                stack.enter_context(torch.cuda.stream(self._stream))  # and its device
+        with _translated(what), self._current:
             yield
 
 
