@@ -18,14 +18,16 @@ import numpy as np
 import pytest
 
 import kvxfer.transfer.agent
-from connectors.nixl import PROGRESS_THREAD, NixlConnector, segment_of, wants_progress_thread
+from connectors.nixl import NixlConnector
+from connectors.nixl_api import segment_of
+from connectors.nixl_environment import PROGRESS_THREAD, wants_progress_thread
 from kvxfer.errors import ConnectorError, UsageError
 from kvxfer.transfer.connector import Direction, MemoryWindow, TicketResult
 from kvxfer.transfer.plan import TransferPlan
 from kvxfer.transfer.regions import Region
 
 MIB = 1 << 20
-REGION = Region(MIB, 4 * MIB)
+REGION = Region(MIB, 32 * MIB)
 WINDOW_BYTES = REGION.end + MIB
 DEADLINE_S = 30.0
 PEER_SCRIPT = Path(__file__).with_name("nixl_peer.py")
@@ -105,9 +107,9 @@ def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def long_plan() -> TransferPlan:
-    """The region onto itself, many times over: 256 MiB, which no socket buffer swallows."""
-    offsets = np.tile(np.arange(REGION.offset, REGION.end, MIB, dtype=np.int64), 64)
-    return TransferPlan.of_runs(offsets, offsets, np.full(len(offsets), MIB, dtype=np.int64))
+    """The region onto itself, in pages: more than socket buffers swallow."""
+    offsets = np.arange(REGION.offset, REGION.end, MIB // 4, dtype=np.int64)
+    return TransferPlan.of_runs(offsets, offsets, np.full(len(offsets), MIB // 4, dtype=np.int64))
 
 
 def finish(connector: NixlConnector, ticket: int) -> str | None:
@@ -133,12 +135,12 @@ def swap_some_runs(connector: NixlConnector, window: np.ndarray, peer: Peer) -> 
     push = connector.submit("peer", Direction.PUSH, TransferPlan.of_runs(*columns))
     assert finish(connector, push) is None
     theirs[there : there + size] = ours[here : here + size]
-    np.testing.assert_array_equal(peer.bytes, theirs)
+    assert np.array_equal(peer.bytes, theirs)
     pull = connector.submit("peer", Direction.PULL, TransferPlan.of_runs(*columns))
     assert finish(connector, pull) is None
     ours[there : there + size] = theirs[here : here + size]
-    np.testing.assert_array_equal(window, ours)
-    np.testing.assert_array_equal(peer.bytes, theirs)
+    assert np.array_equal(window, ours)
+    assert np.array_equal(peer.bytes, theirs)
 
 
 def test_another_process_that_is_killed_and_started_again(
@@ -146,12 +148,17 @@ def test_another_process_that_is_killed_and_started_again(
     connector: NixlConnector,
     window: np.ndarray,
     capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("connectors.nixl.lists_pay", lambda *_: True)
     peer = start_peer()
     connector.connect("peer", peer.base, peer.description)
     swap_some_runs(connector, window, peer)
+    warm_up = connector.submit("peer", Direction.PULL, long_plan())
+    assert finish(connector, warm_up) is None  # a prepared list is there when the peer dies
     peer.process.kill()
     peer.process.wait(DEADLINE_S)
+    poll_in_vain(connector)
     with pytest.raises(ConnectorError, match="NIXL"):
         ticket = connector.submit("peer", Direction.PULL, long_plan())
         raise ConnectorError(finish(connector, ticket) or "it succeeded")

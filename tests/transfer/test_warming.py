@@ -14,7 +14,8 @@ import kvxfer.transfer.agent
 from connectors.loopback import LoopbackAgent
 from kvxfer.errors import ConnectorError
 from kvxfer.transfer.agent import AgentConnector
-from kvxfer.transfer.connector import MemoryWindow
+from kvxfer.transfer.connector import Direction, MemoryWindow
+from kvxfer.transfer.plan import TransferPlan
 from kvxfer.transfer.reach import RemotePeer
 from kvxfer.transfer.regions import Region
 from kvxfer.transfer.warming import BATCH_REGIONS
@@ -117,9 +118,6 @@ def test_only_what_is_new_is_read(pair: Pair) -> None:
 
 
 def test_transfers_do_not_wait_for_it(pair: Pair) -> None:
-    from kvxfer.transfer.connector import Direction
-    from kvxfer.transfer.plan import TransferPlan
-
     pair.left.agent.ends = False
     pair.left.register(REGIONS)
     pair.connect(REGIONS)

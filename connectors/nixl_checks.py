@@ -1,0 +1,80 @@
+"""What NIXL makes of this machine, for `kvxfer doctor`: run as a program, it prints JSON.
+
+In a process of its own, since it loads NIXL and starts an agent.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from connectors.nixl_environment import (
+    Setting,
+    environment_plan,
+    has_rdma,
+    progress_thread_setting,
+    usable_cores,
+)
+from kvxfer.errors import KvxferError, UsageError
+from kvxfer.telemetry.checks import Check
+
+_TRIAL_BYTES = 1 << 20
+
+
+def setting_checks(environ: Mapping[str, str], rdma: bool, num_cores: int) -> list[Check]:
+    """Every variable that NIXL starts with, who chose it, and why. Pure."""
+    checks = [_setting_check(one) for one in environment_plan(environ, rdma)]
+    try:
+        thread = progress_thread_setting(environ, num_cores)
+    except UsageError as error:
+        return [*checks, Check(error.field, "fail", str(error.value), error.reason)]
+    return [*checks, _setting_check(thread)]
+
+
+def _setting_check(setting: Setting) -> Check:
+    by = "set by the user" if setting.source == "user" else "set by kvxfer"
+    value = f"{setting.value} ({by})"
+    # UCX reads any of y, yes, on and 1 as the same.
+    agreed = setting.value == setting.wanted or (
+        setting.wanted == "y" and setting.value.lower() in ("yes", "on", "1")
+    )
+    if agreed or setting.name != "UCX_RMA_PPLN_ENABLE":
+        return Check(setting.name, "ok", value, setting.reason)
+    return Check(setting.name, "warn", value, f"unset it: {setting.reason}")
+
+
+def trial_checks() -> list[Check]:
+    """Load NIXL, start an agent and register a little host memory."""
+    from connectors.nixl import NixlAgent
+    from kvxfer.transfer.connector import MemoryWindow
+    from kvxfer.transfer.regions import Region
+
+    start_s = time.monotonic()
+    memory = np.zeros(_TRIAL_BYTES, dtype=np.uint8)
+    window = MemoryWindow(int(memory.ctypes.data), _TRIAL_BYTES, "cpu")
+    try:
+        agent = NixlAgent(f"doctor-{os.getpid()}", window)
+        handle = agent.register(Region(0, _TRIAL_BYTES))
+        agent.metadata([Region(0, _TRIAL_BYTES)])
+        agent.deregister(handle)
+    except KvxferError as error:
+        hint = "NIXL does not work here: pip install --force-reinstall nixl==1.5.1"
+        return [Check("connector nixl", "fail", str(error), hint)]
+    text = f"UCX plugin there, an agent started in {time.monotonic() - start_s:.1f} s"
+    return [Check("connector nixl", "ok", text, "any host, any memory")]
+
+
+def checks() -> list[Check]:
+    settings = setting_checks(os.environ, has_rdma(), usable_cores())
+    if any(check.status == "fail" for check in settings):
+        return settings
+    return [*trial_checks(), *settings]
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(msgspec.json.encode(checks()))
