@@ -16,9 +16,8 @@
 How blobs travel, which blocks hold what, and when a peer is dead, is the engine's business. So are
 peers' names; each is one process at a time.
 
-**Threads**: every call comes from the thread that made the endpoint (TransferError otherwise): the
-transports under it ask for that. Poll it, at least every few milliseconds while a peer may be
-transferring: transports without a thread of their own serve peers then.
+**Threads**: the one that made an endpoint makes every call (TransferError otherwise), as transports
+ask for. Poll it every few milliseconds while a peer may be transferring: some serve peers then.
 **Blocks** of a transfer are in use until its ticket is done; there is no cancel. On a GPU, whoever
 wrote the source has synchronised before `push`, and tells its peer before that one may `pull`.
 **Errors** are those of `kvxfer.errors`; a call that raises has changed nothing unless it says so.
@@ -44,10 +43,10 @@ from kvxfer.transfer.endpoint_messages import (
     Acknowledgement,
     Announcement,
     HeadShard,
-    check_shards,
     decode,
     decode_change,
     encode,
+    resolve_shards,
 )
 from kvxfer.transfer.endpoint_own import OwnMemory
 from kvxfer.transfer.endpoint_remotes import Remotes
@@ -80,9 +79,7 @@ class Endpoint:
         geometry, window = cache.geometry, cache.window
         self.name = name
         self._thread = threading.get_ident()
-        if shards is None:
-            shards = [HeadShard(0, spec.num_kv_heads) for spec in geometry.specs]
-        check_shards(geometry, shards)
+        shards = resolve_shards(geometry, shards)
         names = ",".join(cache.connectors if connectors is None else connectors)
         if "peer" in names.split(",") and window.buffer is None:
             raise UsageError("connectors", names, "peer maps growable memory; nixl takes any")
@@ -127,8 +124,6 @@ class Endpoint:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # --- our memory -----------------------------------------------------------------------------
-
     @property
     def geometry(self) -> CacheGeometry:
         return self._memory.memory.geometry
@@ -146,7 +141,7 @@ class Endpoint:
         return self._own.num_blocks
 
     def register(self) -> None:
-        """Make what is committed reachable, and nothing else: all of it, or ConnectorError."""
+        """Make what is committed reachable, and nothing else; all of it, or ConnectorError."""
         self._own.register()
 
     def grow(self, *num_blocks: int) -> None:
@@ -183,11 +178,9 @@ class Endpoint:
         exactly what is committed."""
         self._own.check()
 
-    # --- peers ----------------------------------------------------------------------------------
-
     def describe(self, peer: str) -> bytes:
-        """For the `connect` of one peer, once: it holds a one-time right, which may end after a
-        minute. From now on `peer` counts as one that may reach our memory."""
+        """For the `connect` of one peer, once: it holds a one-time right, for a minute. From now on
+        `peer` counts as one that may reach our memory."""
         return encode(self._own.describe(peer))
 
     def connect(self, peer: str, blob: bytes) -> list[Lane]:
@@ -217,8 +210,7 @@ class Endpoint:
 
     def has_acknowledged(self, peer: str) -> bool:
         """Whether `peer` has in force all that we told up to now, or cannot reach us at all."""
-        own = self._own
-        return own.holders.acked().get(peer, own.age) == own.age
+        return self._own.has_acknowledged(peer)
 
     def disconnect(self, peer: str) -> bytes:
         """Forget a peer; returns the acknowledgement that nothing here touches its memory any more.
@@ -232,8 +224,6 @@ class Endpoint:
         our tickets with it end in an error as soon as the transport has noticed."""
         self._own.holders.forget(peer)
         self._remotes.forget(peer)
-
-    # --- transfers ------------------------------------------------------------------------------
 
     def push(
         self,

@@ -151,6 +151,14 @@ def check_shards(geometry: CacheGeometry, shards: Sequence[HeadShard]) -> None:
             raise UsageError("first_head", shard.first_head, reason)
 
 
+def resolve_shards(geometry: CacheGeometry, shards: Sequence[HeadShard] | None) -> list[HeadShard]:
+    """`shards`, checked; by default all heads of each group are there."""
+    if shards is None:
+        return [HeadShard(0, spec.num_kv_heads) for spec in geometry.specs]
+    check_shards(geometry, shards)
+    return list(shards)
+
+
 def check_regions(geometry: CacheGeometry, regions: Sequence[Region], generation: int) -> RegionSet:
     """Raises RegionError or WireError unless they are disjoint, sorted and within the cache:
     offsets index int64 arrays later on."""

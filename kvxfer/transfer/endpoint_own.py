@@ -196,6 +196,9 @@ class OwnMemory:
             raise TransferError(f"{peer}: acknowledges what agent {told.agent} said, not us")
         self.holders.acknowledged(peer, told, self.age)
 
+    def has_acknowledged(self, peer: str) -> bool:
+        return self.holders.acked().get(peer, self.age) == self.age
+
     def check(self) -> None:
         """Conservation: raise RegionError unless exactly what is committed is registered, or is on
         its way out."""

@@ -17,10 +17,8 @@ from kvxfer.transfer.regions import RegionSet
 
 POLL_INTERVAL_S = 0.0002
 
-
 BlocksOf = tuple[int, frozenset[int]]
 """A group, and blocks of our own in it."""
-
 
 Selection = tuple[range | None, range | None]
 """Tokens and layers; None for all that both sides have."""
@@ -62,7 +60,8 @@ class Ticket:
 
     def end(self, error: str | None) -> None:
         """Called by the endpoint."""
-        self.done, self.error = True, error
+        self.error = error  # first: another thread may look
+        self.done = True
 
 
 @dataclass(frozen=True, slots=True)

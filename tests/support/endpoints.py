@@ -98,6 +98,14 @@ def expected(
     return found
 
 
+def same(a: Endpoint, block: int, b: Endpoint, other: int, group: int = 0) -> bool:
+    """Whether two blocks hold the same bytes, in all layers."""
+    pairs = zip(a.views[group], b.views[group], strict=True)
+    return all(
+        torch.equal(x[block].view(torch.uint8), y[other].view(torch.uint8)) for x, y in pairs
+    )
+
+
 def memfds() -> int:
     """Open descriptors and mappings of this process that are chunks of memory."""
     links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]

@@ -228,6 +228,58 @@ def test_memory_goes_only_when_every_peer_has_let_go(pair):
         part(b, c)
 
 
+def test_a_revocation_that_is_told_again_takes_nothing_that_came_later(pair):
+    a, b = pair
+    grow(b)
+    b.acknowledge("a", a.apply("b", b.update()))
+    told = b.revoke(64)
+    b.acknowledge("a", a.apply("b", told))
+    b.release()
+    grow(b)
+    now = a.apply("b", b.update())
+    assert a.apply("b", told) == now
+    b.acknowledge("a", now)
+    a.push("b", [1], [500]).wait(TIMEOUT_S)
+    assert same(b, 500, a, 1)
+
+
+def fail(*_: object) -> None:
+    raise ConnectorError("out of order")
+
+
+def test_a_growth_that_cannot_be_registered_is_taken_back(pair, monkeypatch):
+    a, b = pair
+    before = memfds(), b.num_blocks, b.update()
+    with monkeypatch.context() as broken:
+        broken.setattr(b._connector.connectors["loopback"], "register", fail)
+        with pytest.raises(ConnectorError, match="out of order"):
+            b.grow(600)
+        assert (memfds(), b.num_blocks, b.update()) == before
+        b.check_conservation()
+    b.grow(600)
+    a.apply("b", b.update())
+    a.push("b", [1], [500]).wait(TIMEOUT_S)
+
+
+def test_memory_stays_where_a_transport_does_not_close(monkeypatch):
+    with growable("a") as a, growable("b") as b:
+        meet(a, b)
+        ticket = b.pull("a", [1], [1])
+        view = b.views[0][0]
+        connector = b._connector.connectors["loopback"]
+        with monkeypatch.context() as broken:
+            broken.setattr(connector, "close", fail)
+            with pytest.raises(ConnectorError, match="out of order"):
+                b.close()
+        view[1] = 1.0
+        assert ticket.done
+        with pytest.raises(ConnectorError, match="endpoint b was closed"):
+            ticket.wait(0)
+        connector.close()
+        b._memory.memory.close([])
+        a.fence("b")
+
+
 def test_a_peer_whose_process_has_ended_is_waited_for_no_more(pair):
     b = pair[1]
     grow(b)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
+
 import pytest
 import torch
 from support.endpoints import (
@@ -17,8 +20,8 @@ from support.endpoints import (
 )
 
 from kvxfer.cache.layout import KVCacheLayout
-from kvxfer.errors import CacheError, PlanError, RegionError, UsageError
-from kvxfer.transfer.endpoint import Endpoint, ExistingCache
+from kvxfer.errors import CacheError, DeadlineExceeded, PlanError, RegionError, UsageError
+from kvxfer.transfer.endpoint import Endpoint, ExistingCache, Ticket
 
 NUM_BLOCKS = 20
 SIZES = {"L": 2, "B": NUM_BLOCKS, "H": 4, "N": 16, "C": 16}
@@ -48,24 +51,37 @@ def padded_layers(layout: KVCacheLayout, padding: int) -> list[torch.Tensor]:
     return [pool[layer * step :][:each].view(inner) for layer in range(SIZES["L"])]
 
 
-def existing(name: str, cache: ExistingCache) -> Endpoint:
-    endpoint = Endpoint(name, cache, ["loopback"])
+def existing(name: str, cache: ExistingCache, connector: str = "loopback") -> Endpoint:
+    endpoint = Endpoint(name, cache, [connector])
     endpoint.register()
     return endpoint
 
 
-def check_both_ways(cache: ExistingCache) -> None:
+def finish(ticket: Ticket, other: Endpoint) -> None:
+    """Within one process NIXL needs both ends polled."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not ticket.done and time.monotonic() < deadline_s:
+        other.poll()
+        with suppress(DeadlineExceeded):
+            ticket.wait(0)
+    ticket.wait(0)
+
+
+def check_both_ways(cache: ExistingCache, connector: str = "loopback") -> None:
     """Push into it and pull out of it, from a growable cache of another layout and block size."""
-    with existing("e", cache) as e, growable("g", kv_spec(block_size=8), "BHLNC", 64) as g:
+    with (
+        existing("e", cache, connector) as e,
+        growable("g", kv_spec(block_size=8), "BHLNC", 64, connectors=[connector]) as g,
+    ):
         meet(e, g)
         fill(g, 1)
         fill(e, 2)
         blocks = [9, 3, 4, 8, 7, 1], [5, 19, 2]
         source, before = snapshot(g), snapshot(e)
-        g.push("e", *blocks, range(3, 45)).wait(TIMEOUT_S)
+        finish(g.push("e", *blocks, range(3, 45)), e)
         wanted = expected(source, before, blocks, range(3, 45))
         assert torch.equal(snapshot(e), wanted)
-        g.pull("e", [1, 4], [10, 11, 12, 13]).wait(TIMEOUT_S)
+        finish(g.pull("e", [1, 4], [10, 11, 12, 13]), e)
         after = expected(wanted, source, ([1, 4], [10, 11, 12, 13]), range(32))
         assert torch.equal(snapshot(g), after)
         e.check_conservation()
@@ -95,6 +111,11 @@ def test_a_tensor_for_each_layer_at_equal_steps(layout, padding):
         (layer.data_ptr() - base, layer.nbytes) for layer in layers
     ]
     check_both_ways(cache)
+
+
+def test_nixl_reaches_them():
+    layers = padded_layers(KVCacheLayout.LBNHC, 4096)
+    check_both_ways(ExistingCache(layers, kv_spec(), KVCacheLayout.LBNHC), "nixl")
 
 
 def test_k_and_v_apart_are_layers_of_their_own():
