@@ -65,6 +65,7 @@ class LaneTrialServer:
             self._parts.peers.send(key, LaneReady(message.trial_id, []))
             return
         trial = _Trial(message, pools.allocate(needed))
+        trial.blocks[0].reverse()  # else neighbours are joined to long runs, as in no real transfer
         self._trials[key] = trial
         write = partial(write_pattern, self._parts.engine.cache.views[0], trial.blocks[0])
         trial.moves_in_flight += 1

@@ -129,6 +129,11 @@ class Connector(ABC):
         """Advance everything, peers' requests included, and return the tickets that ended since
         the last call. A completed ticket's bytes are visible at their destination."""
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether peers wait for this end to be polled often, though no ticket of ours is open."""
+        return False
+
     @abstractmethod
     def disconnect(self, peer: str) -> None:
         """Forget a peer; its tickets end with an error. Unknown peers are ignored."""

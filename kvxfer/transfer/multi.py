@@ -136,6 +136,10 @@ class MultiConnector:
         self._ours[lane.connector, theirs] = ticket
         return ticket
 
+    @property
+    def is_busy(self) -> bool:
+        return any(connector.is_busy for connector in self.connectors.values())
+
     def poll(self) -> list[TicketResult]:
         ended = []
         for name, connector in self.connectors.items():

@@ -262,7 +262,7 @@ class TransferThread(WorkThread):
             self._renew()
         if self._awaited:
             self._look_again()
-        if self._flights or self._renewals or self._awaited:
+        if self._flights or self._renewals or self._awaited or self._connector.is_busy:
             return BUSY_WAIT_S
         return SERVING_WAIT_S if self.serving else IDLE_WAIT_S
 
