@@ -77,6 +77,7 @@ class DecodeWorker:
             self._finish(request, "error", problem)
             return
         self._requests[request.request_id] = request
+        self._parts.trace.event("accepted", request=request.request_id)
         self._admit()
 
     def _on_cancel(self, key: str, cancel: Cancel) -> None:

@@ -8,14 +8,19 @@ import sys
 
 import cyclopts
 
+from kvxfer.bench.beside import BesideOptions
 from kvxfer.bench.buffer import BufferOptions
 from kvxfer.bench.buffer_plot import BufferPlotOptions
 from kvxfer.bench.growth import GrowthOptions
 from kvxfer.bench.identity import IdentityOptions
 from kvxfer.bench.layouts import LayoutsOptions
+from kvxfer.bench.namespaces import NamespacesOptions
 from kvxfer.bench.residency import ResidencyOptions
 from kvxfer.bench.share import ShareOptions
 from kvxfer.bench.stress import StressOptions
+from kvxfer.bench.tokens import TokensOptions
+from kvxfer.bench.transfer import TransferOptions
+from kvxfer.bench.transfer_sweep import SweepOptions
 from kvxfer.command import run_app
 from kvxfer.demo.plan import DemoOptions
 from kvxfer.serve.prompts import RouterOptions
@@ -49,6 +54,22 @@ def router(options: RouterOptions) -> int:
     from kvxfer.serve.prompts import run_router
 
     return run_router(options)
+
+
+@app.command
+def doctor(*, json: bool = False) -> int:
+    """What this machine can do, what is set or will be, and what to do where something is amiss.
+
+    Exit code 1 if a check fails. Nothing that it starts stays behind.
+
+    Parameters
+    ----------
+    json
+        Print the findings as JSON.
+    """
+    from kvxfer.doctor.run import run_doctor
+
+    return run_doctor(json)
 
 
 bench = cyclopts.App(name="bench", help="Measure, with verified data.")
@@ -117,6 +138,18 @@ def identity(options: IdentityOptions = IdentityOptions()) -> int:  # noqa: B008
 
 
 @bench.command
+def namespaces(options: NamespacesOptions = NamespacesOptions()) -> int:  # noqa: B008
+    """How well a hand-over uses a slow link between two hosts: here, between network namespaces.
+
+    Needs root. Exit code 1 where a bar is missed or a byte is wrong.
+    Example: kvxfer bench namespaces --json namespaces.json
+    """
+    from kvxfer.bench.namespaces import run_namespaces
+
+    return run_namespaces(options)
+
+
+@bench.command
 def residency(options: ResidencyOptions = ResidencyOptions()) -> int:  # noqa: B008
     """Random growing, shrinking, sleeping, waking and packing, and what was lost or leaked by it.
 
@@ -149,6 +182,59 @@ def buffer_plot(options: BufferPlotOptions) -> int:
     from kvxfer.bench.buffer_plot import run_buffer_plot
 
     return run_buffer_plot(options)
+
+
+@bench.command
+def tokens(options: TokensOptions = TokensOptions()) -> int:  # noqa: B008
+    """What a hand-over adds to a prompt's first two tokens, and where that time goes.
+
+    Exit code 1 where a bar is missed or an answer is wrong.
+    Example, on two GPUs: kvxfer bench tokens --json tests/bench/results/transfer-tokens.json
+    """
+    from kvxfer.bench.tokens import run_tokens
+
+    return run_tokens(options)
+
+
+@bench.command
+def beside(options: BesideOptions = BesideOptions()) -> int:  # noqa: B008
+    """What KV that moves in the background costs decode's tokens and prefill's chunks.
+
+    Exit code 1 where a bar is missed or a byte is wrong.
+    Example, on two GPUs: kvxfer bench beside --json tests/bench/results/transfer-beside.json
+    """
+    from kvxfer.bench.beside import run_beside
+
+    return run_beside(options)
+
+
+transfer = cyclopts.App(name="transfer")
+bench.command(transfer)
+
+
+@transfer.default
+def transfer_case(case: str, options: TransferOptions = TransferOptions()) -> int:  # noqa: B008
+    """How fast KV moves between two processes, as a share of what the machine can do.
+
+    CASE is one of peer-nvlink, peer-layouts, peer-vs-nixl, peer-one-gpu, nixl-growable, peer-host,
+    nixl-overhead and growth-overlap, or all. Every byte is checked. Exit code 1 where a bar is
+    missed or a byte is wrong.
+    Example, on two GPUs: kvxfer bench transfer all --json-dir tests/bench/results
+    """
+    from kvxfer.bench.transfer import run_transfer
+
+    return run_transfer(case, options)
+
+
+@transfer.command
+def sweep(options: SweepOptions = SweepOptions()) -> int:  # noqa: B008
+    """Every connector, direction and size of run between two processes, as a table.
+
+    Example: kvxfer bench transfer sweep --connectors nixl,peer --plot sweep.svg
+    """
+    from kvxfer.bench.transfer_sweep import run_sweep
+
+    return run_sweep(options)
 
 
 def main() -> None:

@@ -73,6 +73,7 @@ class PrefillWorker:
             self._parts.peers.send(key, Failed(request.request_id, grant_id, problem))
             return
         self._jobs[job.key] = job
+        self._parts.trace.event("requested", request=request.request_id)
         self._scheduler.add(job)
         self._pump()
 
@@ -108,6 +109,7 @@ class PrefillWorker:
             broken = Failed(taken.request_id, taken.lease_id, "the lease was broken")
             self._parts.peers.send(key, broken)
             return
+        self._parts.trace.event("taken", request=taken.request_id)
         job.is_taken = True
         self._settle(job)
 
@@ -172,6 +174,8 @@ class PrefillWorker:
 
     def _chunk_done(self, job: PrefillJob, step: SequenceStep, token: int | None) -> None:
         tokens = self._scheduler.finish_chunk(job, step, token)
+        if job.state is JobState.HANDING_OVER:
+            self._parts.trace.event("computed", request=job.request.request_id)
         if job.state is JobState.HANDING_OVER and job.request.wants_digest:
             self._start_digest(job)
         self._hand_over(job, tokens, [spec.num_layers for spec in self._parts.engine.specs])

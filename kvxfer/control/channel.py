@@ -3,7 +3,7 @@
 Facts (ZeroMQ 4.3.5): a ROUTER drops messages to an identity that it does not know unless
 ROUTER_MANDATORY is set; a DEALER reconnects by itself and keeps order; sockets belong to one
 thread, so a channel is used by the control thread alone and other threads wake it by a file
-descriptor (see `kvxfer.worker.mailbox`).
+descriptor (see `kvxfer.worker.mailbox`). Unix sockets: see `kvxfer.control.addresses`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from kvxfer.control.addresses import SocketFile, check_free, check_loopback
 from kvxfer.control.messages import Message
 from kvxfer.control.wire import MAX_MESSAGE_BYTES, decode, encode
 from kvxfer.errors import ControlError, UsageError, WireError
@@ -34,17 +35,21 @@ class Letter:
 class Channel:
     """Binds at most one address, dials any number. One thread only.
 
-    A peer's key is 'in:<identity>' if it dialled us, 'out:<address>' if we dialled it.
+    Addresses are those that `check_loopback` takes; a Unix socket's file has mode 0600 and goes
+    when the channel closes. A peer's key is 'in:<identity>' if it dialled us, 'out:<address>' if
+    we dialled it.
     """
 
     def __init__(self, identity: str, listen: str | None = None) -> None:
         if listen is not None:
             check_loopback("listen", listen)
+            check_free("listen", listen)
         self._context = zmq.Context()
         self._identity = identity.encode()
         self._poller = zmq.Poller()
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._router: zmq.Socket[bytes] | None = None
+        self._file: SocketFile | None = None
         self.num_malformed = 0
         self.address = ""
         """Where others reach us, with the port that was really bound."""
@@ -56,7 +61,8 @@ class Channel:
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             router.bind(listen)
-        except zmq.ZMQError as error:
+            self._file = SocketFile(listen)
+        except (zmq.ZMQError, OSError) as error:
             self.close()
             raise UsageError("listen", listen, f"cannot bind: {error}") from error
         endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
@@ -136,19 +142,11 @@ class Channel:
 
     def close(self) -> None:
         """Close all sockets; last words may take LINGER_MS. Idempotent."""
+        if self._file is not None:
+            self._file.remove()
         for socket in (self._router, *self._dealers.values()):
             if socket is not None:
                 socket.close()
         self._router = None
         self._dealers.clear()
         self._context.destroy(linger=LINGER_MS)
-
-
-def check_loopback(field: str, address: str) -> None:
-    """Without keys (a later issue) nothing but this host may be talked to."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    is_port = port.isascii() and port.isdecimal() and int(port) < 1 << 16
-    if not address.startswith("tcp://") or not is_port:
-        raise UsageError(field, address, "must look like tcp://127.0.0.1:PORT (0: any free port)")
-    if host not in ("127.0.0.1", "localhost", "[::1]"):
-        raise UsageError(field, address, "only loopback addresses are allowed without keys")

@@ -95,13 +95,17 @@ class LocalLauncher:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def start(self, name: str, module: str, arguments: Sequence[str]) -> WorkerProcess:
-        """Run `python -m module arguments`; returns at once."""
+    def start(
+        self, name: str, module: str, arguments: Sequence[str], wrapper: Sequence[str] = ()
+    ) -> WorkerProcess:
+        """Run `wrapper python -m module arguments`; returns at once. `wrapper` are the words of a
+        command that executes what follows in its own place, as nsenter and env do."""
         log = self._log_dir / f"{name}.log"
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(read_fd, False)
         # -P: what lies in the user's directory must not be taken for a module of ours.
-        command = [sys.executable, "-P", "-m", module, *arguments, "--ready-fd", str(write_fd)]
+        python = [*wrapper, sys.executable, "-P", "-m", module]
+        command = [*python, *arguments, "--ready-fd", str(write_fd)]
         try:
             with log.open("wb") as output:
                 process = subprocess.Popen(

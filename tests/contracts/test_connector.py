@@ -6,6 +6,7 @@ Over 300 lines, since the contract is one and its fixture serves every case.
 from __future__ import annotations
 
 import ctypes
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,13 @@ WIDE = Region(MIB, 32 * MIB)
 DEADLINE_S = 20.0
 TRANSPORTS = ("loopback", "nixl", "peer", "staged")
 _names = count()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected() -> Iterator[None]:
+    """Agents end when they are collected: here, and not under a later test that counts files."""
+    yield
+    gc.collect()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

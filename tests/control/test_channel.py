@@ -1,18 +1,36 @@
 """The control plane's sockets, on loopback."""
 
 import os
+import socket
+import stat
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import zmq
 from support.fixtures import num_open_files
 
-from kvxfer.control.channel import Channel, check_loopback
+from kvxfer.control.addresses import LONGEST_PATH_BYTES, check_loopback
+from kvxfer.control.channel import Channel
 from kvxfer.control.messages import Cancel, Goodbye, Heartbeat, Token
 from kvxfer.control.wire import encode
 from kvxfer.errors import ControlError, UsageError, WireError
 
 ANY = "tcp://127.0.0.1:0"
+
+
+@pytest.fixture
+def private():
+    """A directory that is ours alone, with a short name."""
+    with tempfile.TemporaryDirectory(prefix="kvx-") as name:
+        yield Path(name)
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def listen(request, private):
+    """An address of either kind that may be bound."""
+    return ANY if request.param == "tcp" else f"ipc://{private}/socket"
 
 
 @pytest.fixture
@@ -50,16 +68,16 @@ def send_when_connected(channel, peer, message):
             time.sleep(0.005)
 
 
-def connected(make):
-    server, client = make("server", ANY), make("client.42")
+def connected(make, listen=ANY):
+    server, client = make("server", listen), make("client.42")
     key = client.dial(server.address)
     send_when_connected(client, key, Heartbeat())
     (letter,) = poll_until(server, 1)
     return server, client, key, letter.peer
 
 
-def test_messages_go_both_ways_in_order(make):
-    server, client, key, peer = connected(make)
+def test_messages_go_both_ways_in_order(make, listen):
+    server, client, key, peer = connected(make, listen)
     assert peer == f"in:{b'client.42'.hex()}"
     assert key == f"out:{server.address}"
     for index in range(600):  # more than one drain takes
@@ -81,8 +99,8 @@ def test_a_port_of_0_becomes_the_bound_one(make):
     assert make("c").address == ""
 
 
-def test_dialling_twice_is_dialling_once(make):
-    server, client, key, _ = connected(make)
+def test_dialling_twice_is_dialling_once(make, listen):
+    server, client, key, _ = connected(make, listen)
     assert client.dial(server.address) == key
     client.send(key, Cancel("once"))
     poll_until(server, 1)
@@ -178,7 +196,19 @@ REFUSED = [
     "tcp://127.0.0.1:",
     "tcp://127.0.0.1:-1",
     "tcp://eth0;127.0.0.1:5000",
-    "ipc:///tmp/kvxfer",
+    "ipc:///tmp/kvxfer",  # a directory of everybody's
+    "ipc:///nowhere/socket",
+    "ipc:///dev/null/socket",
+    "ipc://relative",
+    "ipc://@abstract",
+    "ipc://*",
+    "ipc:///proc/",
+    "ipc:///a\0b",
+    "ipc:///a\nb",
+    "ipc:///a\udc80b",
+    "ipc:///" + "a" * LONGEST_PATH_BYTES,
+    "ipc://",
+    "inproc://kvxfer",
     "127.0.0.1:5000",
     "",
 ]
@@ -186,8 +216,9 @@ REFUSED = [
 
 @pytest.mark.parametrize("address", REFUSED)
 def test_what_is_not_loopback_is_refused(make, address):
-    with pytest.raises(UsageError, match="listen"):
+    with pytest.raises(UsageError, match="listen") as error:
         make("server", address)
+    assert len(str(error.value).splitlines()) == 1
     with pytest.raises(UsageError, match="address"):
         make("client").dial(address)
 
@@ -242,8 +273,8 @@ def test_sending_to_nobody_raises_control_error(make):
             channel.send(peer, Heartbeat())
 
 
-def test_sending_to_who_has_left_raises_control_error(make):
-    server, client, _, peer = connected(make)
+def test_sending_to_who_has_left_raises_control_error(make, listen):
+    server, client, _, peer = connected(make, listen)
     client.close()
     deadline = time.monotonic() + 10
     while True:
@@ -264,8 +295,8 @@ def test_a_message_that_nobody_would_take_is_not_sent(make):
     assert poll_until(server, 1)[0].message == Cancel("the connection lives")
 
 
-def test_a_dialler_finds_a_listener_that_comes_back(make):
-    server, client, key, _ = connected(make)
+def test_a_dialler_finds_a_listener_that_comes_back(make, listen):
+    server, client, key, _ = connected(make, listen)
     address = server.address
     server.close()
     again = make("again", address)
@@ -303,8 +334,8 @@ def test_poll_waits_as_long_as_it_was_told(make):
     assert 0.09 <= time.monotonic() - started < 5.0
 
 
-def test_close_is_idempotent_and_sends_last_words(make):
-    server, client, key, _ = connected(make)
+def test_close_is_idempotent_and_sends_last_words(make, listen):
+    server, client, key, _ = connected(make, listen)
     client.send(key, Goodbye("last words"))
     client.close()
     client.close()
@@ -321,3 +352,88 @@ def test_close_does_not_wait_for_a_peer_that_is_not_there(make):
     started = time.monotonic()
     client.close()
     assert time.monotonic() - started < 2.0
+
+
+def test_a_socket_file_is_ours_alone_and_goes_with_the_channel(make, private):
+    path = private / "socket"
+    server = make("server", f"ipc://{path}")
+    assert server.address == f"ipc://{path}"
+    assert stat.S_IMODE(path.lstat().st_mode) == 0o600
+    server.close()
+    assert list(private.iterdir()) == []
+
+
+def test_the_longest_path_is_taken_and_one_byte_more_is_not(make, private):
+    fitting = f"{private}/" + "s" * (LONGEST_PATH_BYTES - len(str(private)) - 1)
+    server, client = make("server", f"ipc://{fitting}"), make("client")
+    send_when_connected(client, client.dial(server.address), Heartbeat())
+    poll_until(server, 1)
+    with pytest.raises(UsageError, match=f"{LONGEST_PATH_BYTES + 1} bytes"):
+        make("second", f"ipc://{fitting}s")
+
+
+@pytest.mark.parametrize("mode", [0o750, 0o707, 0o755, 0o1777])
+def test_a_directory_that_others_may_enter_is_refused(make, private, mode):
+    private.chmod(mode)
+    for field, use in (("listen", lambda a: make("a", a)), ("address", make("b").dial)):
+        with pytest.raises(UsageError, match=rf"{field}.*must be yours alone.*{mode:04o}"):
+            use(f"ipc://{private}/socket")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_directory_of_another_user_is_refused(make, private):
+    os.chown(private, 4242, 4242)
+    with pytest.raises(UsageError, match=r"listen.*user 4242"):
+        make("server", f"ipc://{private}/socket")
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "link"])
+def test_what_is_no_socket_is_not_taken_away(make, private, kind):
+    path, other = private / "socket", private / "other"
+    other.write_text("precious")
+    if kind == "file":
+        path.write_text("precious")
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to(other)
+    with pytest.raises(UsageError, match=r"listen.*no socket is in the way"):
+        make("server", f"ipc://{path}")
+    assert path.is_dir() or path.read_text() == "precious"
+
+
+def test_a_socket_that_somebody_listens_on_is_not_taken_away(make, private):
+    server, client, key, _ = connected(make, f"ipc://{private}/socket")
+    with pytest.raises(UsageError, match=r"listen.*in use"):
+        make("second", server.address)
+    client.send(key, Cancel("still there"))
+    assert [one.message for one in poll_until(server, 1)] == [Cancel("still there")]
+
+
+def test_a_socket_that_a_killed_process_left_behind_is_no_obstacle(make, private):
+    path = private / "socket"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    assert path.is_socket()
+    connected(make, f"ipc://{path}")
+
+
+def test_closing_leaves_the_file_of_whoever_came_after(make, private):
+    path = private / "socket"
+    first = make("first", f"ipc://{path}")
+    path.unlink()
+    second = make("second", f"ipc://{path}")
+    first.close()
+    client = make("client")
+    send_when_connected(client, client.dial(second.address), Heartbeat())
+    poll_until(second, 1)
+
+
+def test_a_path_that_is_not_there_yet_is_dialled_until_it_is(make, private):
+    client = make("client")
+    key = client.dial(f"ipc://{private}/socket")
+    with pytest.raises(ControlError):
+        client.send(key, Heartbeat())
+    server = make("server", f"ipc://{private}/socket")
+    send_when_connected(client, key, Heartbeat())
+    poll_until(server, 1)

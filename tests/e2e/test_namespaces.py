@@ -1,0 +1,51 @@
+"""Prefill and decode in two network namespaces, as on two hosts: KV over TCP, control over Unix
+sockets, and what comes out is what a single process gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.namespaces import apart, skip_unless_permitted
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing_behind")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def permitted() -> None:
+    skip_unless_permitted()
+
+
+@pytest.mark.parametrize("lane", ["push", "pull"])
+def test_equals_a_single_process_while_the_cache_grows(lane: str, tmp_path: Path) -> None:
+    with apart(tmp_path, lane) as pair:
+        sent_before = pair.namespaces.sent_bytes("left")
+        result = pair.demo().run()
+        sent = pair.namespaces.sent_bytes("left") - sent_before
+    assert result.lane == f"nixl/{lane}"
+    assert result.tokens_equal
+    assert result.kv_equal
+    assert result.grew
+    assert result.growth is not None
+    assert result.growth.start_ns < result.growth.generation_ns < result.growth.end_ns
+    kv_bytes = sum(request.bytes for request in result.requests)
+    assert kv_bytes > 0
+    assert sent >= kv_bytes, "it took another way than the link"
+    for account in result.after.values():
+        assert account["blocks_used"] == account["blocks_quarantined"] == 0
+        assert account["registered_bytes"] == account["committed_bytes"]
+
+
+def test_both_directions_are_tried_over_the_link(tmp_path: Path) -> None:
+    with apart(tmp_path, "auto") as pair:
+        values = pair.cluster.router.status(pair.cluster.decode).values
+        assert values["lane prefill-0"] in ("nixl/push", "nixl/pull")
+        assert 0 < float(values["lane_gbps prefill-0"]) <= 0.125, "quicker than the link"
+        told = next(line for line in pair.log("decode").splitlines() if "also tried" in line)
+        assert "nixl/push" in told
+        assert "nixl/pull" in told
+        modes = {path.name: path.stat().st_mode & 0o777 for path in pair.sockets.iterdir()}
+        assert modes == {"prefill": 0o600, "decode": 0o600}
+        sockets = pair.sockets
+        pair.cluster.launcher.stop()
+        assert list(sockets.iterdir()) == []
