@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 MAP_TIMEOUT_S = 10.0
 """How long a transfer waits for chunks that were described and have not been handed over."""
+LOOK_PAUSE_S = 0.0005
+"""Between looks at the sockets, while a device copies."""
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ class PeerAgent(Agent):
         self._stuck: list[Link] = []
         """Lost, and the driver refused to unmap them."""
         self._invitation = b""
+        self._next_look_s = 0.0
 
     def register(self, region: Region) -> Region:
         serial = next(self._next_serial)
@@ -158,6 +161,10 @@ class PeerAgent(Agent):
 
     def progress(self) -> None:
         self.copier.begin_turn()
+        now = time.monotonic()
+        if now < self._next_look_s and self.copier.has_own_turns:
+            return  # a copy on a device is asked about often, and sockets cost more than that
+        self._next_look_s = now + LOOK_PAUSE_S
         self.exporter.advance()
         for link in self._links.values():
             link.advance()

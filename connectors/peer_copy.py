@@ -24,6 +24,8 @@ class Copier(ABC):
 
     place: str
     """Which memory of this host: 'host', or a GPU by its UUID."""
+    has_own_turns = False
+    """Whether bytes move between calls, too."""
 
     @abstractmethod
     def begin_turn(self) -> None:
@@ -86,6 +88,8 @@ class HostCopier(Copier):
 
 class DeviceCopier(Copier):
     """One kernel a transfer, on a stream of its own."""
+
+    has_own_turns = True
 
     def __init__(self, device: str) -> None:
         # Here and not at the top: both take seconds to import and are of no use without a GPU.

@@ -35,7 +35,8 @@ class WorkerOptions:
     """Hugging Face directory of a model, decoder-only or of T5's or BART's class: config,
     safetensors, tokenizer."""
     listen: str = "tcp://127.0.0.1:0"
-    """Control-plane address to bind; port 0 takes a free one."""
+    """Control-plane address to bind: tcp on loopback (port 0 takes a free one), or ipc:///PATH, a
+    Unix socket in a directory of mode 0700."""
     worker_id: str = ""
     """Name of this worker towards others (default: role and a random suffix)."""
     device: str = "auto"

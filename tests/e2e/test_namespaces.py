@@ -6,7 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.namespaces import apart, skip_unless_permitted
+from support.namespaces import LINK_MBIT, Apart, apart, skip_unless_permitted
+
+LANES = ("nixl/push", "nixl/pull")
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing_behind")
 
@@ -16,13 +18,16 @@ def permitted() -> None:
     skip_unless_permitted()
 
 
-@pytest.mark.parametrize("lane", ["push", "pull"])
+@pytest.mark.parametrize("lane", ["auto", "pull", pytest.param("push", marks=pytest.mark.slow)])
 def test_equals_a_single_process_while_the_cache_grows(lane: str, tmp_path: Path) -> None:
     with apart(tmp_path, lane) as pair:
+        if lane == "auto":
+            check_trial(pair)
         sent_before = pair.namespaces.sent_bytes("left")
         result = pair.demo().run()
         sent = pair.namespaces.sent_bytes("left") - sent_before
-    assert result.lane == f"nixl/{lane}"
+    assert result.lane in LANES
+    assert lane in ("auto", result.lane.removeprefix("nixl/"))
     assert result.tokens_equal
     assert result.kv_equal
     assert result.grew
@@ -36,16 +41,12 @@ def test_equals_a_single_process_while_the_cache_grows(lane: str, tmp_path: Path
         assert account["registered_bytes"] == account["committed_bytes"]
 
 
-def test_both_directions_are_tried_over_the_link(tmp_path: Path) -> None:
-    with apart(tmp_path, "auto") as pair:
-        values = pair.cluster.router.status(pair.cluster.decode).values
-        assert values["lane prefill-0"] in ("nixl/push", "nixl/pull")
-        assert 0 < float(values["lane_gbps prefill-0"]) <= 0.125, "quicker than the link"
-        told = next(line for line in pair.log("decode").splitlines() if "also tried" in line)
-        assert "nixl/push" in told
-        assert "nixl/pull" in told
-        modes = {path.name: path.stat().st_mode & 0o777 for path in pair.sockets.iterdir()}
-        assert modes == {"prefill": 0o600, "decode": 0o600}
-        sockets = pair.sockets
-        pair.cluster.launcher.stop()
-        assert list(sockets.iterdir()) == []
+def check_trial(pair: Apart) -> None:
+    """Both directions were tried when the workers met, over the link and nothing quicker."""
+    values = pair.cluster.router.status(pair.cluster.decode).values
+    assert values["lane prefill-0"] in LANES
+    assert 0 < float(values["lane_gbps prefill-0"]) < LINK_MBIT / 8e3
+    told = next(line for line in pair.log("decode").splitlines() if "also tried" in line)
+    assert all(lane in told for lane in LANES)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in pair.sockets.iterdir()}
+    assert modes == {"prefill": 0o600, "decode": 0o600}

@@ -41,7 +41,8 @@ class Apart:
 
 @contextmanager
 def apart(run_dir: Path, lane: str) -> Iterator[Apart]:
-    """Started, met, and ended whatever happens. Skips the test where that is not permitted."""
+    """Started, met, and ended whatever happens. NIXL is named: `peer` needs no more than a
+    directory that both see, which they have here, and would be chosen."""
     plan = plan_demo(DemoOptions(device="cpu", lane=lane, max_new_tokens=16))
     with ExitStack() as undo:
         namespaces = undo.enter_context(Namespaces())
