@@ -18,7 +18,7 @@ def why_not(generate: Generate, engine: Engine) -> str:
         return "prompt and max_new_tokens: at least one token each"
     if too_long := engine.why_too_long(len(generate.tokens), generate.max_new_tokens):
         return too_long
-    if not all(0 <= token < engine.info.vocab_size for token in generate.tokens):
+    if not 0 <= min(generate.tokens) <= max(generate.tokens) < engine.info.vocab_size:
         return f"prompt: a token is not in the vocabulary of {engine.info.vocab_size}"
     sampling = generate.sampling
     try:

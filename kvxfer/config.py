@@ -66,7 +66,7 @@ class WorkerOptions:
     """Bytes of KV cache, exactly (default: measured after warm-up)."""
     memory_budget_bytes: int = 0
     """Bytes this worker may use in all, weights included (default: what is free)."""
-    kv_stream_bytes: int = 4 << 20
+    kv_stream_bytes: int = 32 << 20
     """Hand the KV of a chunk over in groups of layers of at least this many bytes, while later
     layers are computed."""
     kv_digest: Digest = "off"

@@ -86,7 +86,7 @@ class PrefillWorker:
             return self._parts.residency.refusal
         if num_tokens < 1 or engine.why_too_long(num_tokens, 0):
             return f"prompt of {num_tokens} tokens: this worker takes 1 to {engine.max_model_len}"
-        if not all(0 <= token < engine.info.vocab_size for token in request.tokens):
+        if not 0 <= min(request.tokens) <= max(request.tokens) < engine.info.vocab_size:
             return f"prompt: a token is not in the vocabulary of {engine.info.vocab_size}"
         wrong = why_not_blocks(peer.facts.geometry, request.grant.blocks, num_tokens)
         if wrong:

@@ -39,7 +39,7 @@ NARROW_8B: Mapping[str, Any] = {
     "model_type": "llama",
     "vocab_size": 512,
     "hidden_size": 256,
-    "intermediate_size": 1024,
+    "intermediate_size": 2048,
     "num_hidden_layers": 16,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,

@@ -13,7 +13,7 @@ Facts, measured on Linux 6.18 with iproute2 6.1:
   the kernel's large packets where they are more than its burst. Delay and loss (`netem`) are not
   in every kernel.
 - Unix sockets with a path, shared memory and cross-memory attach do not mind network namespaces:
-  UCX needs UCX_TLS=tcp to take the link at all.
+  UCX takes the link only where UCX_TLS leaves it nothing else.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ DEVICE = "kvx0"
 """The name of either end of the link, each in its own namespace."""
 ADDRESSES: Mapping[str, str] = {"left": "10.213.0.1", "right": "10.213.0.2"}
 PREFIX_BITS = 30
-OVER_TCP: Mapping[str, str] = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": DEVICE}
-"""What UCX must be told in the namespaces. The loopback devices, which UCX would offer its peers
-beside the link, lead nowhere."""
+OVER_TCP: Mapping[str, str] = {"UCX_TLS": "tcp,cuda_copy", "UCX_NET_DEVICES": DEVICE}
+"""What UCX must be told in the namespaces; cuda_copy brings GPU memory to TCP, where there is any.
+The loopback devices, which UCX would offer its peers beside the link, lead nowhere."""
 CLONE_FS = 0x200
 COMMAND_TIMEOUT_S = 10.0
 BURST_BYTES = 128 << 10

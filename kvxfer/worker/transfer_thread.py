@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 BUSY_WAIT_S = 0.0002
 """Pause between polls while tickets of ours are in flight."""
+GPU_BUSY_WAIT_S = 0.00002
+"""... of GPU memory, whose copies take less than that, on machines with cores to spare."""
 SERVING_WAIT_S = 0.002
 """... while a peer may need our progress (a connector without a progress thread of its own)."""
 IDLE_WAIT_S = 0.02
@@ -84,6 +86,8 @@ class TransferThread(WorkThread):
         """Peers that are to be learnt afresh: that, and the moves that wait for it, in order."""
         self._awaited: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self._is_polling = True
+        on_gpu = cache.buffer.device != "cpu"
+        self._busy_wait_s = GPU_BUSY_WAIT_S if on_gpu else BUSY_WAIT_S
         self.is_closed = False
         self.serving = False
         """Set by the control thread while a peer may be moving bytes of ours."""
@@ -263,7 +267,7 @@ class TransferThread(WorkThread):
         if self._awaited:
             self._look_again()
         if self._flights or self._renewals or self._awaited or self._connector.is_busy:
-            return BUSY_WAIT_S
+            return self._busy_wait_s
         return SERVING_WAIT_S if self.serving else IDLE_WAIT_S
 
 

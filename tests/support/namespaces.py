@@ -40,10 +40,10 @@ class Apart:
 
 
 @contextmanager
-def apart(run_dir: Path, lane: str) -> Iterator[Apart]:
+def apart(run_dir: Path, lane: str, device: str = "cpu") -> Iterator[Apart]:
     """Started, met, and ended whatever happens. NIXL is named: `peer` needs no more than a
     directory that both see, which they have here, and would be chosen."""
-    plan = plan_demo(DemoOptions(device="cpu", lane=lane, max_new_tokens=16))
+    plan = plan_demo(DemoOptions(device=device, lane=lane, max_new_tokens=16))
     with ExitStack() as undo:
         namespaces = undo.enter_context(Namespaces())
         namespaces.shape(LINK_MBIT)
