@@ -47,10 +47,10 @@ def link_figures(namespaces: Namespaces, options: NamespacesOptions) -> Iterator
         write_sources(pair, works)
         before = namespaces.sent_bytes("left")
         for run in range(-options.warm_up, options.runs):
-            rates = {"tcp": size / tcp.run(size) / 1e9}
-            rates |= {work.name: run_verified(pair, work)[0] for work in works}
+            this = {"tcp": size / tcp.run(size) / 1e9}
+            this |= {work.name: run_verified(pair, work)[0] for work in works}
             if run >= 0:
-                for name, rate in rates.items():
+                for name, rate in this.items():
                     found[name].append(rate)
         sent = namespaces.sent_bytes("left") - before
     least = (options.warm_up + options.runs) * size * len(found)
@@ -62,7 +62,7 @@ def link_figures(namespaces: Namespaces, options: NamespacesOptions) -> Iterator
         rates = found[work.name]
         shares = [rate / plain for rate, plain in zip(rates, found["tcp"], strict=True)]
         name = f"hand-over, NIXL {work.name}"
-        yield Figure.of(f"{name}", rates, "GB/s", "higher")
+        yield Figure.of(name, rates, "GB/s", "higher")
         yield Figure.of(f"{name}: share of plain TCP", shares, "×", "higher", RATE_BAR)
         yield _share(name, rates, nominal_gbps, RATE_BAR)
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.commands import KVXFER, ROOT, run
@@ -96,7 +97,7 @@ def test_a_command_enters_with_its_own_process(joined: Namespaces) -> None:
     command = [*joined.entering("right"), sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         out, _ = process.communicate(timeout=20)
-    assert out.split()[:2] == [str(process.pid), "tcp"]
+    assert out.split()[:2] == [str(process.pid), "tcp,cuda_copy"]
     assert netns.DEVICE in out
     own = {name for _, name in socket.if_nameindex()}
     assert netns.DEVICE not in own
@@ -119,8 +120,9 @@ def test_without_the_tools_it_says_which(monkeypatch: pytest.MonkeyPatch) -> Non
     ("field", "value"), [("mbit", 0), ("mib", 1), ("runs", 0), ("warm_up", -1)]
 )
 def test_options_that_make_no_sense_are_refused(field: str, value: int) -> None:
+    options: dict[str, Any] = {field: value}
     with pytest.raises(UsageError, match=field):
-        run_namespaces(NamespacesOptions(**{field: value}))
+        run_namespaces(NamespacesOptions(**options))
 
 
 @pytest.mark.slow

@@ -43,7 +43,8 @@ class Apart:
 def apart(run_dir: Path, lane: str, device: str = "cpu") -> Iterator[Apart]:
     """Started, met, and ended whatever happens. NIXL is named: `peer` needs no more than a
     directory that both see, which they have here, and would be chosen."""
-    plan = plan_demo(DemoOptions(device=device, lane=lane, max_new_tokens=16))
+    options = DemoOptions(device=device, lane=lane, max_new_tokens=16, prompt=("To be, or not",))
+    plan = plan_demo(options)
     with ExitStack() as undo:
         namespaces = undo.enter_context(Namespaces())
         namespaces.shape(LINK_MBIT)
@@ -66,7 +67,7 @@ def apart(run_dir: Path, lane: str, device: str = "cpu") -> Iterator[Apart]:
         router = Router()
         undo.callback(router.close)
         backends = router.connect([worker.address for worker in workers], TIMEOUT_S)
-        cluster = Cluster(launcher, router, *backends, run_dir=run_dir)
+        cluster = Cluster(launcher, router, backends[0], backends[1], backends[2], run_dir)
         cluster.wait(lambda: router.status(backends[1]).values["peers"] == 1, "the pair", TIMEOUT_S)
         yield Apart(plan, cluster, namespaces, sockets)
 
