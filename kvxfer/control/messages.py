@@ -43,7 +43,21 @@ from kvxfer.control.cache_messages import (
 from kvxfer.control.lane_messages import LaneChosen, LanePush, LanePushed, LaneReady, LaneTrial
 from kvxfer.transfer.regions import Region
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
+
+
+class RankFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to reach the cache of one rank."""
+
+    base_address: int
+    description: bytes
+    """The connectors' sealed descriptions of their agents and of the worker's regions."""
+    invitations: list[bytes]
+    """One-time rights to connect, for this Hello or Welcome: one for each rank of the peer."""
+
+    def invitation(self, rank: int) -> bytes:
+        """The one for `rank` of whom this was said to."""
+        return self.invitations[rank] if rank < len(self.invitations) else b""
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,7 +70,9 @@ class WorkerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     """Fingerprint of config and weights."""
     geometry: CacheGeometry
-    base_address: int
+    """Of each rank: its share of the heads, at the same offsets in all."""
+    ranks: list[RankFacts]
+    """As many as the tensor-parallel size."""
     lanes: list[str]
     """Every connector and direction on offer (`kvxfer.transfer.lanes.Lane`)."""
     host: str
@@ -67,11 +83,12 @@ class WorkerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tests_lanes: bool
     """Whether it will try lanes out before one is chosen; both sides must."""
     regions: list[Region]
+    """Of each rank, the same in all."""
     generation: int
-    description: bytes
-    """The connectors' sealed descriptions of their agents and of `regions`."""
-    invitation: bytes
-    """A one-time right to connect, for this Hello or Welcome."""
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        return len(self.ranks)
 
 
 class Hello(WireStruct, frozen=True):
@@ -104,7 +121,8 @@ class Goodbye(WireStruct, frozen=True):
 class RegionsUpdate(WireStruct, frozen=True):
     generation: int
     regions: list[Region]
-    description: bytes
+    descriptions: list[bytes]
+    """By rank."""
 
 
 class RegionsAck(WireStruct, frozen=True):
@@ -140,7 +158,7 @@ class Generate(WireStruct, frozen=True):
     prefill: str
     """worker_id of the prefill worker of the pair; '' lets the decode worker choose."""
     verify: bool
-    """Send the digest of each prompt block with Finished."""
+    """Send the digest of each prompt block with Finished; a worker of several ranks has none."""
 
 
 class Cancel(WireStruct, frozen=True):
@@ -219,12 +237,13 @@ class Confirmed(WireStruct, frozen=True):
 
 class Done(WireStruct, frozen=True):
     """Push: every write of the KV that `num_tokens` tokens of prompt come to, of all `num_layers`
-    layers of all groups, is visible."""
+    layers of all groups, is visible in each of `num_ranks` ranks."""
 
     request_id: str
     grant_id: str
     num_tokens: int
     num_layers: int
+    num_ranks: int
     first_token: int
     transfer: TransferStats
     digest: int | None

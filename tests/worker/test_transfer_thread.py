@@ -7,6 +7,7 @@ import pytest
 from support.fixtures import num_open_files
 from support.workers import make_engine, make_options
 
+from kvxfer.control.messages import RankFacts
 from kvxfer.errors import ConnectorError, OutOfMemory
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.lanes import Lane
@@ -26,7 +27,7 @@ class Side:
         self.name = name
         self.engine = make_engine(make_options("prefill", worker_id=name), "1", **engine)
         self.reports = Mailbox()
-        self.thread = TransferThread(self.engine.connector, self.engine.cache, self.reports)
+        self.thread = TransferThread(self.engine.transfer, self.reports)
         self.thread.start()
         self.regions = RegionSet()
 
@@ -83,9 +84,7 @@ def pair(make_side):
         connected = []
         side.thread.connect(
             other.name,
-            other.engine.cache.buffer.base_address,
-            growth.description,
-            b"",
+            [RankFacts(other.engine.cache.buffer.base_address, growth.descriptions[0], [])],
             lambda _, done=connected: done.append(True),
             connected.append,
         )
@@ -219,7 +218,8 @@ def test_a_damaged_description_is_told_and_harms_nothing(pair):
     left, right = pair
     told, ended = [], []
     scribble = msgspec.msgpack.encode({"loopback": b"nonsense"})
-    left.thread.connect("right", 0, scribble, b"", told.append, lambda e: told.append(str(e)))
+    ranks = [RankFacts(0, scribble, [])]
+    left.thread.connect("right", ranks, told.append, lambda e: told.append(str(e)))
     left.until(lambda: bool(told))
     assert "shorter than its header" in told[0]
     left.thread.move("right", PUSH, plan_between(left, right), ended.append)
@@ -255,11 +255,10 @@ def test_movements_add_up():
 def renewed(left, right, regions=None):
     """Ask `left` to learn `right` afresh; the list gets True, or the error's text."""
     told = right.regions.regions if regions is None else regions
-    found = []
+    found, described = [], right.engine.connector.describe(told)
     left.thread.renew(
         "right",
-        right.engine.cache.buffer.base_address,
-        right.engine.connector.describe(told),
+        [RankFacts(right.engine.cache.buffer.base_address, described, [])],
         lambda _: found.append(True),
         lambda error: found.append(str(error)),
     )

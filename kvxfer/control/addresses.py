@@ -1,0 +1,116 @@
+"""Addresses of the control plane that need no keys: loopback, and Unix sockets in private places.
+
+Facts (Linux 6.18, ZeroMQ 4.3.5): a Unix socket with a path is reached across network namespaces,
+by whoever may open the path; an abstract one ('@name') is not, and has no owner. `sun_path` holds
+107 bytes and a NUL. A ZeroMQ socket that binds takes away whatever file lies at its path, a live
+server's socket too, and leaves its own behind when it closes. One that dials a path that is not
+there yet tries again and again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import stat
+from pathlib import Path
+
+from kvxfer.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+IPC = "ipc://"
+LONGEST_PATH_BYTES = 107
+PROBE_TIMEOUT_S = 1.0
+
+
+def check_loopback(field: str, address: str) -> None:
+    """Without keys (a later issue) nothing but this host may be talked to: by TCP on loopback, or
+    by a Unix socket in a directory that is ours alone. Raises UsageError."""
+    if address.startswith(IPC):
+        _check_path(field, address)
+        return
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    is_port = port.isascii() and port.isdecimal() and int(port) < 1 << 16
+    if not address.startswith("tcp://") or not is_port:
+        raise UsageError(
+            field, address, "must look like tcp://127.0.0.1:PORT (0: any free port) or ipc:///PATH"
+        )
+    if host not in ("127.0.0.1", "localhost", "[::1]"):
+        raise UsageError(field, address, "only loopback addresses are allowed without keys")
+
+
+def _check_path(field: str, address: str) -> None:
+    """A path that fits, in a directory that no other user can reach into."""
+    text = address.removeprefix(IPC)
+    if not text.startswith("/") or text.endswith("/") or not text.isprintable():
+        raise UsageError(field, address, "must look like ipc:///PATH, the absolute path of a file")
+    size = len(os.fsencode(text))
+    if size > LONGEST_PATH_BYTES:
+        reason = f"a path of {size} bytes; a socket's has {LONGEST_PATH_BYTES} at the most"
+        raise UsageError(field, address, reason)
+    directory = Path(text).parent
+    try:
+        found = directory.stat()
+    except OSError as error:
+        raise UsageError(field, address, f"{directory}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise UsageError(field, address, f"{directory} is no directory")
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid != os.geteuid() or mode & 0o077:
+        raise UsageError(
+            field,
+            address,
+            f"{directory} must be yours alone (mode 0700); it is user {found.st_uid}'s, {mode:04o}",
+        )
+
+
+def check_free(field: str, address: str) -> None:
+    """Raise UsageError where binding `address`, which was checked, would take a file away that is
+    no socket, or one that somebody listens on. A socket left behind may go."""
+    if not address.startswith(IPC):
+        return  # the kernel refuses
+    path = Path(address.removeprefix(IPC))
+    try:
+        kind = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(field, address, f"cannot bind: {error.strerror}") from error
+    if not stat.S_ISSOCK(kind):
+        raise UsageError(field, address, "cannot bind: a file that is no socket is in the way")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(PROBE_TIMEOUT_S)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return
+        except OSError as error:  # a queue that is full, say: somebody has it
+            raise UsageError(field, address, f"cannot bind: in use ({error})") from error
+    raise UsageError(field, address, "cannot bind: in use")
+
+
+class SocketFile:
+    """The file of the Unix socket that was bound at `address`; nothing for other addresses."""
+
+    def __init__(self, address: str) -> None:
+        """Lets nobody but this user open it. Raises OSError."""
+        self._path = Path(address.removeprefix(IPC)) if address.startswith(IPC) else None
+        self._inode = 0
+        if self._path is not None:
+            self._path.chmod(0o600)
+            self._inode = self._path.lstat().st_ino
+
+    def remove(self) -> None:
+        """To be called while the socket still listens: nobody else has bound the path then, and a
+        file of another inode is not ours. Idempotent."""
+        if self._path is None:
+            return
+        path, self._path = self._path, None
+        try:
+            if path.lstat().st_ino == self._inode:
+                path.unlink()
+        except FileNotFoundError:
+            return  # its directory was taken away
+        except OSError as error:
+            logger.warning("a socket's file stays behind: %s", error)
