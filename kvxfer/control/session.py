@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from kvxfer.cache.layout import MAX_ADDRESSES
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.control.cache_messages import RegionsRevoke
-from kvxfer.control.messages import RankFacts, RegionsUpdate, WorkerFacts
+from kvxfer.control.facts import RankFacts, WorkerFacts
+from kvxfer.control.messages import RegionsUpdate
 from kvxfer.errors import HandshakeRejected, WireError
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.lanes import Lane, LaneSide, candidates

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvxfer.config import WorkerOptions
 from kvxfer.control.channel import Channel
-from kvxfer.control.messages import RankFacts, WorkerFacts
+from kvxfer.control.facts import RankFacts, WorkerFacts
 from kvxfer.errors import CacheError, WorkerDied
 from kvxfer.memory.limits import host_identity
 from kvxfer.telemetry.trace import Trace

@@ -13,17 +13,16 @@ from collections.abc import Callable, Sequence
 from kvxfer.config import WorkerOptions
 from kvxfer.control.cache_messages import RegionsRevoke, RegionsRevoked
 from kvxfer.control.channel import Channel
+from kvxfer.control.facts import RankFacts, WorkerFacts
 from kvxfer.control.messages import (
     WIRE_VERSION,
     Goodbye,
     Hello,
     Message,
-    RankFacts,
     RegionsAck,
     RegionsUpdate,
     Reject,
     Welcome,
-    WorkerFacts,
 )
 from kvxfer.control.session import Peer, PeerState, agree
 from kvxfer.errors import ControlError, HandshakeRejected, KvxferError, WireError, WorkerDied
@@ -33,6 +32,8 @@ from kvxfer.worker.liveness import Liveness
 from kvxfer.worker.transfer_thread import TransferThread
 
 logger = logging.getLogger(__name__)
+
+Ranks = Sequence[RankFacts]
 
 
 class PeerTable:
@@ -142,8 +143,8 @@ class PeerTable:
         self._replace_older(peer)
         self.holders.met(facts)
         self._peers[key] = peer
-        size = facts.tensor_parallel_size
-        self._load(peer, lambda: Welcome(WIRE_VERSION, self._facts(size), str(peer.lane)))
+        invited = len(facts.ranks)
+        self._load(peer, lambda: Welcome(WIRE_VERSION, self._facts(invited), str(peer.lane)))
 
     def _replace_older(self, peer: Peer) -> None:
         for old in list(self._peers.values()):
@@ -243,11 +244,7 @@ class PeerTable:
             self.on_ready(peer)
 
     def _connect(
-        self,
-        peer: Peer,
-        ranks: Sequence[RankFacts],
-        loaded: Callable[[], object],
-        renew: bool = False,
+        self, peer: Peer, ranks: Ranks, loaded: Callable[[], object], renew: bool = False
     ) -> None:
         key = peer.key
 

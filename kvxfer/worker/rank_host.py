@@ -13,7 +13,7 @@ from kvxfer.cache.kv_cache import KVCache
 from kvxfer.cache.layout import CacheGeometry, KVCacheLayout
 from kvxfer.cache.spec import GroupKind, KVCacheSpec
 from kvxfer.cache.table import BlockTable
-from kvxfer.control.messages import RankFacts
+from kvxfer.control.facts import RankFacts
 from kvxfer.errors import CacheError, ModelError
 from kvxfer.memory.chunks import LARGEST_CHUNK
 from kvxfer.memory.driver import VmmDriver

@@ -15,7 +15,7 @@ from typing import Any
 from kvxfer.cache.layout import KVCacheLayout
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.cache.table import BlockTable
-from kvxfer.control.messages import RankFacts
+from kvxfer.control.facts import RankFacts
 from kvxfer.model.packing import SequenceStep
 from kvxfer.transfer.connector import Direction, TicketResult
 from kvxfer.transfer.lanes import Lane

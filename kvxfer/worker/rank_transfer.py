@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvxfer.cache.kv_cache import Extension, KVCache
-from kvxfer.control.messages import RankFacts
+from kvxfer.control.facts import RankFacts
 from kvxfer.errors import KvxferError
 from kvxfer.transfer.connector import Connector, Direction, TicketResult
 from kvxfer.transfer.lanes import Lane

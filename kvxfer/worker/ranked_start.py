@@ -22,7 +22,6 @@ from kvxfer.worker.ranked_transfer import RankedTransfer
 from kvxfer.worker.ranks import RankGroup
 from kvxfer.worker.start import Start, WarmUpHook
 
-
 T = TypeVar("T")
 
 

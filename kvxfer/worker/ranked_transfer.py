@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from kvxfer.control.messages import RankFacts
+from kvxfer.control.facts import RankFacts
 from kvxfer.errors import CacheError
 from kvxfer.transfer.connector import Connector, TicketResult
 from kvxfer.transfer.lanes import Lane

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvxfer.control.messages import RankFacts
+from kvxfer.control.facts import RankFacts
 from kvxfer.errors import ConnectorError, KvxferError
 from kvxfer.telemetry.trace import now_ns
 from kvxfer.transfer.lanes import Lane

@@ -17,6 +17,7 @@ from kvxfer.cache.layout import (
 from kvxfer.cache.spec import GroupKind, KVCacheSpec
 from kvxfer.control import messages as m
 from kvxfer.control import wire
+from kvxfer.control.facts import RankFacts, WorkerFacts
 from kvxfer.errors import WireError
 from kvxfer.transfer.regions import Region
 
@@ -30,13 +31,13 @@ GEOMETRY = CacheGeometry.build(
     [100, 7, 33],
     4096,
 )
-FACTS = m.WorkerFacts(
+FACTS = WorkerFacts(
     role="decode",
     worker_id="decode-0",
     incarnation="ab",
     model="f" * 32,
     geometry=GEOMETRY,
-    ranks=[m.RankFacts(0x7F0000000000, bytes(range(256)), [b""])],
+    ranks=[RankFacts(0x7F0000000000, bytes(range(256)), [b""])],
     lanes=["nixl/push", "nixl/pull"],
     host="one",
     device_id="",
@@ -325,7 +326,7 @@ def test_messages_have_a_bound_on_either_side():
 def test_the_largest_hello_fits():
     regions = [Region(index * 4096, 4096) for index in range(100_000)]
     facts = msgspec.structs.replace(
-        FACTS, regions=regions, ranks=[m.RankFacts(1 << 40, bytes(4 << 20), [])]
+        FACTS, regions=regions, ranks=[RankFacts(1 << 40, bytes(4 << 20), [])]
     )
     data = wire.encode(m.Hello(m.WIRE_VERSION, facts))
     assert len(data) < wire.MAX_MESSAGE_BYTES

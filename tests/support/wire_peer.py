@@ -10,16 +10,8 @@ from support.workers import Worker, make_engine, make_options
 from kvxfer.cache.kv_cache import KVCache
 from kvxfer.control.cache_messages import RegionsRevoke, RegionsRevoked
 from kvxfer.control.channel import Channel
-from kvxfer.control.messages import (
-    WIRE_VERSION,
-    Hello,
-    Message,
-    RankFacts,
-    RegionsAck,
-    RegionsUpdate,
-    Welcome,
-    WorkerFacts,
-)
+from kvxfer.control.facts import RankFacts, WorkerFacts
+from kvxfer.control.messages import WIRE_VERSION, Hello, Message, RegionsAck, RegionsUpdate, Welcome
 from kvxfer.errors import ControlError
 from kvxfer.memory.limits import host_identity
 from kvxfer.transfer.connector import Connector

@@ -7,11 +7,12 @@ import pytest
 from support.fixtures import num_open_files
 from support.workers import make_engine, make_options
 
-from kvxfer.control.messages import RankFacts
+from kvxfer.control.facts import RankFacts
 from kvxfer.errors import ConnectorError, OutOfMemory
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.lanes import Lane
 from kvxfer.transfer.plan import CacheSide, plan_transfer
+from kvxfer.transfer.rank_plans import RankMove
 from kvxfer.transfer.regions import Region, RegionSet
 from kvxfer.worker.mailbox import Mailbox
 from kvxfer.worker.stats import add_movement
@@ -247,6 +248,71 @@ def test_movements_add_up():
     assert stats == TransferStats(
         num_bytes=16, num_runs=6, num_tickets=3, busy_ns=95, start_ns=90, end_ns=160
     )
+
+
+# --- peers of several ranks -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def three(make_side):
+    """A worker, and two that it takes for the ranks of one peer."""
+    left, first, second = (make_side(name) for name in ("left", "first", "second"))
+    growths = [side.grow(16) for side in (left, first, second)]
+    for side, growth in zip((left, first, second), growths, strict=True):
+        side.regions = RegionSet().add(growth.regions)
+    ranks = [
+        RankFacts(side.engine.cache.buffer.base_address, growth.descriptions[0], [])
+        for side, growth in zip((first, second), growths[1:], strict=True)
+    ]
+    told = []
+    left.thread.connect("peer", ranks, told.append, told.append)
+    left.until(lambda: bool(told))
+    assert told == [{"loopback"}]
+    return left, first, second
+
+
+def moves_to(left, *ranks):
+    return [RankMove(0, rank, plan_between(left, side)) for rank, side in enumerate(ranks)]
+
+
+def test_a_piece_has_arrived_when_it_is_in_all_ranks(three):
+    left, first, second = three
+    for view in left.engine.cache.views[0]:
+        view[[1, 5, 3]] = 7.0
+    moves, ended = moves_to(left, first, second), []
+    left.thread.move_ranks("peer", PUSH, moves, ended.append)
+    left.until(lambda: bool(ended))
+    (movement,) = ended
+    assert movement.error is None
+    assert movement.num_bytes == sum(move.plan.total_bytes for move in moves)
+    for side in (first, second):
+        assert all(bool((view[[1, 5, 3]] == 7.0).all()) for view in side.engine.cache.views[0])
+
+
+def test_an_error_in_one_rank_is_told_once_the_others_are_at_rest(three):
+    left, first, second = three
+    transport = left.engine.connector.connectors["loopback"]
+    transport.moving.clear()
+    moves, ended = moves_to(left, first, second), []
+    moves[1] = RankMove(0, 7, moves[1].plan)
+    left.thread.move_ranks("peer", PUSH, moves, ended.append)
+    left.until(lambda: transport.num_submitted == 2)
+    time.sleep(0.02)
+    left.until(lambda: True)
+    assert ended == [], "the first rank's blocks are being written"
+    transport.moving.set()
+    left.until(lambda: bool(ended))
+    assert "peer#7" in ended[0].error
+
+
+def test_every_rank_of_a_lost_peer_is_forgotten(three):
+    left, first, second = three
+    left.thread.disconnect("peer", lambda error: None)
+    ended = []
+    for move in moves_to(left, first, second):
+        left.thread.move_ranks("peer", PUSH, [move], ended.append)
+    left.until(lambda: len(ended) == 2)
+    assert all(movement.error for movement in ended)
 
 
 # --- a peer that revoked regions ------------------------------------------------------------------
