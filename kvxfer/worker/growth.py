@@ -62,7 +62,7 @@ class CacheGrowth:
         self.problem = ""
         """Why the newest growth failed; '' where it did not."""
         self.regions = RegionSet()
-        self.descriptions: list[bytes] = []
+        self.descriptions = [b""] * engine.size
         self.on_publish: Publish = lambda update: None
         self.on_settled: Callable[[], None] = lambda: None
         """Called when the bound was raised, and a while after a growth failed."""
