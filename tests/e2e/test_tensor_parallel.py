@@ -3,7 +3,9 @@ single process, both ends have the same KV, and nothing is left."""
 
 from __future__ import annotations
 
+import json
 import secrets
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,8 +16,11 @@ import psutil
 import pytest
 from support.by_hand import HandStarted, hand_started
 from support.commands import TINY_MODEL
+from support.models import HostEngine
 
 from kvxfer.control.cache_messages import Sleep
+from kvxfer.model import inspect_model
+from kvxfer.model.runner import ModelRunner
 from kvxfer.model.tokenizer import Tokenizer
 from kvxfer.serve.router import Router
 
@@ -33,6 +38,20 @@ COMMON = (
 )  # fmt: skip
 FEW = ("--kv-initial-blocks", "8")
 """Less than the prompts need: both caches grow while KV is on its way."""
+
+
+def lengths() -> list[int]:
+    tokenizer = Tokenizer.load(TINY_MODEL)
+    return [len(tokenizer.encode(text)) for text in PROMPTS]
+
+
+def token_bytes() -> int:
+    """KV of one token in all layers and heads, K and V."""
+    config = json.loads((TINY_MODEL / "config.json").read_text())
+    return 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * 2 * config["head_dim"]
+
+
+TOKEN_BYTES = token_bytes()
 
 
 @dataclass(frozen=True)
@@ -95,17 +114,19 @@ def ask(router: Router, address: str) -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """What one process says, which moves nothing."""
-    log = tmp_path_factory.mktemp("single") / "log"
-    with hand_started("kvxfer.worker.single", log, "--device", "cpu") as worker:
-        worker.wait_for("ready")
-        router = Router()
-        try:
-            return [one.tokens for one in ask(router, worker.address)]
-        finally:
-            router.close()
-            assert worker.stop() == 0
+def expected() -> list[list[int]]:
+    """What one process says, with plain memory."""
+    runner = ModelRunner.load(inspect_model(TINY_MODEL), "cpu", "float32", 1)
+    try:
+        engine, answers = HostEngine(runner), []
+        tokenizer = Tokenizer.load(TINY_MODEL)
+        for text in PROMPTS:
+            sequence = engine.prefill(tokenizer.encode(text), range(1, 64), 128)
+            engine.decode([sequence], NEW_TOKENS - 1)
+            answers.append(sequence.answer)
+        return answers
+    finally:
+        runner.close()
 
 
 CASES = [
@@ -129,7 +150,7 @@ def test_tokens_are_those_of_a_single_process(
         with pair(tmp_path, prefill, decode, *options) as both:
             first = ask(router, both.decode.address)
             assert [one.tokens for one in first] == expected
-            assert all(one.num_bytes > 0 for one in first)
+            assert [one.num_bytes for one in first] == [TOKEN_BYTES * n for n in lengths()]
             assert "generation 2" in both.decode.text, "it grew under way"
             if decode > 1:
                 (backend,) = router.connect([both.decode.address], 30)
@@ -137,3 +158,27 @@ def test_tokens_are_those_of_a_single_process(
                 assert "tensor_parallel_size" in refused.problem
     finally:
         router.close()
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_its_worker(tmp_path: Path) -> None:
+    options = ("--tensor-parallel-size", "2", *COMMON, *FEW)
+    with hand_started("prefill", tmp_path / "log", *options) as worker:
+        worker.wait_for("prefill INFO ready")
+        (follower,) = psutil.Process(worker.process.pid).children()
+        follower.send_signal(signal.SIGKILL)
+        assert worker.process.wait(timeout=10) == 1
+        last = worker.text.strip().splitlines()[-1]
+        assert "prefill: error: rank 1 of 2" in last
+        assert "SIGKILL" in last
+        assert "Traceback" not in worker.text
+
+
+@pytest.mark.slow
+def test_a_size_that_does_not_divide_the_heads_is_refused_by_name(tmp_path: Path) -> None:
+    options = ("--tensor-parallel-size", "3", *COMMON)
+    with hand_started("prefill", tmp_path / "log", *options) as worker:
+        assert worker.process.wait(timeout=120) == 2
+        last = worker.text.strip().splitlines()[-1]
+        assert last.startswith("prefill: error: tensor_parallel_size: 3: does not divide")
+        assert "Traceback" not in worker.text
