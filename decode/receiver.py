@@ -15,9 +15,9 @@ from kvxfer.control.session import Peer
 from kvxfer.errors import WireError
 from kvxfer.telemetry.trace import Trace
 from kvxfer.transfer.connector import Direction
-from kvxfer.transfer.plan import plan_groups
+from kvxfer.transfer.rank_plans import WorkerSide, plan_ranks
 from kvxfer.transfer.regions import RegionSet
-from kvxfer.transfer.sides import cache_sides, why_not_blocks
+from kvxfer.transfer.sides import why_not_blocks
 from kvxfer.worker.peers import PeerTable
 from kvxfer.worker.stats import add_movement
 from kvxfer.worker.transfer_thread import Movement, TransferThread
@@ -37,6 +37,7 @@ class Receiver:
         trace: Trace,
     ) -> None:
         self._cache = cache
+        self._size = transfer.size
         self._transfer = transfer
         self._peers = peers
         self._regions = regions
@@ -73,12 +74,13 @@ class Receiver:
         wrong = why_not_blocks(peer.facts.geometry, leased, num_prompt)
         if wrong:
             raise WireError(f"request {request.request_id}: lease: {wrong}")
-        geometry = self._cache.geometry
-        source = cache_sides(peer.facts.geometry, peer.regions, leased, num_prompt)
-        target = cache_sides(geometry, self._regions(), request.prompt_blocks, num_prompt)
-        theirs = peer.facts.geometry.specs
-        tokens = travelling(geometry.specs, num_prompt, range(ready.start, ready.stop), theirs)
-        plan = plan_groups(source, target, tokens, layers)
+        geometry, theirs = self._cache.geometry, peer.facts.geometry
+        size = peer.facts.tensor_parallel_size
+        source = WorkerSide(theirs, size, peer.regions, leased)
+        target = WorkerSide(geometry, self._size, self._regions(), request.prompt_blocks)
+        computed = range(ready.start, ready.stop)
+        tokens = travelling(geometry.specs, num_prompt, computed, theirs.specs)
+        moves = plan_ranks(source, target, num_prompt, tokens, layers)
         if request.tokens_read == 0 and not any(request.layers_read):
             self._trace.event("transfer_start", request=request.request_id, lane=str(request.lane))
         self._advance(request, ready, layers)
@@ -92,7 +94,7 @@ class Receiver:
             self._read_ended(request, movement)
 
         assert request.lane is not None
-        self._transfer.move(peer.key, request.lane, plan, ended)
+        self._transfer.move_ranks(peer.key, request.lane, moves, ended)
 
     def _next_layers(self, request: DecodeRequest, ready: Ready) -> list[range]:
         """The layers offered, if they and their tokens follow what was offered before; else
@@ -147,10 +149,10 @@ class Receiver:
         self._filled(request)
 
     def prove_pushed(self, request: DecodeRequest, done: Done) -> None:
-        """Raises WireError unless the grant was used for all tokens of all layers."""
-        covered = (done.grant_id, done.num_tokens, done.num_layers)
+        """Raises WireError unless the grant was used for all tokens of all layers, in all ranks."""
+        covered = (done.grant_id, done.num_tokens, done.num_layers, done.num_ranks)
         layers = self._cache.geometry.num_layers
-        expected = (request.grant_id, request.num_prompt_tokens, layers)
+        expected = (request.grant_id, request.num_prompt_tokens, layers, self._size)
         if covered != expected:
             raise WireError(
                 f"request {request.request_id}: Done covers {covered}, expected {expected}"

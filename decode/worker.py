@@ -185,7 +185,7 @@ class DecodeWorker:
     def _filled(self, request: DecodeRequest, first_token: int) -> None:
         """Only now do the blocks count as filled: digests first, before decode writes to them."""
         self._decoding.tell(request, first_token)
-        if not request.generate.verify:
+        if not request.generate.verify or self._parts.engine.size > 1:
             self._decoding.join(request)
             return
         cache = self._parts.engine.cache

@@ -40,7 +40,10 @@ class WorkerOptions:
     worker_id: str = ""
     """Name of this worker towards others (default: role and a random suffix)."""
     device: str = "auto"
-    """cpu, cuda, cuda:N or auto (a GPU where there is one)."""
+    """cpu, cuda, cuda:N or auto (a GPU where there is one). For several ranks as many, as in
+    cuda:0,cuda:1 (default: from the first visible one on); the CPU they share."""
+    tensor_parallel_size: int = 1
+    """Processes that each hold a part of the model and of the KV heads; its peers' may differ."""
     dtype: str = "auto"
     """float32, bfloat16, float16 or auto (float32 on the CPU, else the checkpoint's)."""
     kv_cache_layout: str = "auto"
@@ -63,7 +66,7 @@ class WorkerOptions:
     """Share of the device's memory for this worker (default: 1.0 if extensible, which assumes
     that the device is its alone, else 0.92). Give it where a GPU is shared."""
     kv_cache_memory_bytes: int = 0
-    """Bytes of KV cache, exactly (default: measured after warm-up)."""
+    """Bytes of KV cache, exactly, of each rank (default: measured after warm-up)."""
     memory_budget_bytes: int = 0
     """Bytes this worker may use in all, weights included (default: what is free)."""
     kv_stream_bytes: int = 32 << 20
@@ -108,7 +111,7 @@ class WorkerOptions:
 def resolve(options: WorkerOptions, role: str) -> WorkerOptions:
     """A new object without an 'auto' that needs no device; raises UsageError."""
     sizes = ("block_size", "max_num_seqs", "max_num_batched_tokens", "threads")
-    positive = (*sizes, "kv_stream_bytes")
+    positive = (*sizes, "kv_stream_bytes", "tensor_parallel_size")
     natural = ("max_model_len", "kv_cache_memory_bytes", "memory_budget_bytes", "kv_initial_blocks")
     for name, least in [*((n, 1) for n in positive), *((n, 0) for n in natural)]:
         if getattr(options, name) < least:
@@ -139,6 +142,7 @@ def resolve(options: WorkerOptions, role: str) -> WorkerOptions:
 
 def check_device(name: str) -> str:
     """Raise UsageError unless `name` is one that `resolve_device` may accept. Needs no torch."""
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-        raise UsageError("device", name, "must be cpu, cuda, cuda:N or auto")
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|cuda:\d+(,cuda:\d+)+", name):
+        reason = "must be cpu, cuda, cuda:N, several such with commas, or auto"
+        raise UsageError("device", name, reason)
     return name

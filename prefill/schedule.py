@@ -55,6 +55,8 @@ class PrefillJob:
     first_token: int | None = None
     chunk_running: bool = False
     moves_in_flight: int = 0
+    num_ranks_reached: int = 0
+    """Push: ranks of the peer that each piece was planned for."""
     digest: int | None = None
     digest_running: bool = False
     is_taken: bool = False

@@ -11,9 +11,8 @@ from kvxfer.cache.table import BlockTable
 from kvxfer.control.messages import Confirmed, Done, Lease, Ready
 from kvxfer.telemetry.trace import Trace
 from kvxfer.transfer.connector import Direction
-from kvxfer.transfer.plan import plan_groups
+from kvxfer.transfer.rank_plans import WorkerSide, plan_ranks
 from kvxfer.transfer.regions import RegionSet
-from kvxfer.transfer.sides import cache_sides
 from kvxfer.worker.peers import PeerTable
 from kvxfer.worker.stats import add_movement
 from kvxfer.worker.transfer_thread import Movement, TransferThread
@@ -38,6 +37,7 @@ class Sender:
         settle: Settle,
     ) -> None:
         self._cache = cache
+        self._size = transfer.size
         self._transfer = transfer
         self._peers = peers
         self._regions = regions
@@ -55,15 +55,17 @@ class Sender:
             self._offer(job, tokens, layers, timeout_s)
 
     def _push(self, job: PrefillJob, tokens: range, layers: Sequence[range]) -> None:
-        assert job.peer.facts is not None
-        num_prompt, specs = len(job.request.tokens), self._cache.geometry.specs
-        source = cache_sides(self._cache.geometry, self._regions(), self.kept(job), num_prompt)
-        granted, theirs = job.request.grant.blocks, job.peer.facts.geometry
-        target = cache_sides(theirs, job.peer.regions, granted, num_prompt)
-        moved = travelling(specs, num_prompt, tokens, theirs.specs)
-        plan = plan_groups(source, target, moved, layers)
+        facts = job.peer.facts
+        assert facts is not None
+        num_prompt, geometry = len(job.request.tokens), self._cache.geometry
+        source = WorkerSide(geometry, self._size, self._regions(), self.kept(job))
+        granted, size = job.request.grant.blocks, facts.tensor_parallel_size
+        target = WorkerSide(facts.geometry, size, job.peer.regions, granted)
+        moved = travelling(geometry.specs, num_prompt, tokens, facts.geometry.specs)
+        moves = plan_ranks(source, target, num_prompt, moved, layers)
         if tokens.start == 0 and not any(one.start for one in layers):
             self._trace.event("transfer_start", request=job.request.request_id, lane=str(job.lane))
+        job.num_ranks_reached = size
         job.moves_in_flight += 1
 
         def ended(movement: Movement) -> None:
@@ -74,7 +76,7 @@ class Sender:
             self._settle(job)
 
         assert job.lane is not None
-        self._transfer.move(job.peer.key, job.lane, plan, ended)
+        self._transfer.move_ranks(job.peer.key, job.lane, moves, ended)
 
     def _offer(
         self, job: PrefillJob, tokens: range, layers: Sequence[range], timeout_s: float
@@ -113,6 +115,7 @@ class Sender:
                 request.grant.grant_id,
                 job.computed,
                 layers,
+                job.num_ranks_reached,
                 job.first_token,
                 stats,
                 job.digest,

@@ -170,6 +170,7 @@ def start_fixed(setup: ServiceSetup, utilization: float, undo: ExitStack) -> Ser
     _extend(engine, setup, 0.0)
     draft.warm_up(setup.shape)
     tables = spread_tables(engine.specs, setup.shape, engine.cache.committed_blocks)
+    assert isinstance(engine.runner, ModelRunner)
     return Serving(engine, SpeculativeService(engine.runner, draft, setup.shape, tables))
 
 

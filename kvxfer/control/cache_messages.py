@@ -20,8 +20,8 @@ class RegionsRevoke(WireStruct, frozen=True):
     epoch: int
     """Counts the revocations of one life of the owner."""
     regions: list[Region]
-    description: bytes
-    """The connector's, of the agent and of what stays registered."""
+    descriptions: list[bytes]
+    """By rank: the connectors', of the agent and of what stays registered."""
 
 
 class RegionsRevoked(WireStruct, frozen=True):

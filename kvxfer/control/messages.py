@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import msgspec
 
-from kvxfer.cache.layout import CacheGeometry
 from kvxfer.control.cache_messages import (
     CacheState,
     Defragment,
@@ -40,38 +39,11 @@ from kvxfer.control.cache_messages import (
     WakeUp,
     WireStruct,
 )
+from kvxfer.control.facts import WorkerFacts
 from kvxfer.control.lane_messages import LaneChosen, LanePush, LanePushed, LaneReady, LaneTrial
 from kvxfer.transfer.regions import Region
 
-WIRE_VERSION = 3
-
-
-class WorkerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What two workers compare and need of each other before KV may flow."""
-
-    role: str
-    worker_id: str
-    incarnation: str
-    """One life of the process: a restarted worker has another."""
-    model: str
-    """Fingerprint of config and weights."""
-    geometry: CacheGeometry
-    base_address: int
-    lanes: list[str]
-    """Every connector and direction on offer (`kvxfer.transfer.lanes.Lane`)."""
-    host: str
-    """Identity of the running kernel: the same in all containers of a host."""
-    device: str
-    device_id: str
-    """The GPU's name and UUID, '' for host memory."""
-    tests_lanes: bool
-    """Whether it will try lanes out before one is chosen; both sides must."""
-    regions: list[Region]
-    generation: int
-    description: bytes
-    """The connectors' sealed descriptions of their agents and of `regions`."""
-    invitation: bytes
-    """A one-time right to connect, for this Hello or Welcome."""
+WIRE_VERSION = 4
 
 
 class Hello(WireStruct, frozen=True):
@@ -104,7 +76,8 @@ class Goodbye(WireStruct, frozen=True):
 class RegionsUpdate(WireStruct, frozen=True):
     generation: int
     regions: list[Region]
-    description: bytes
+    descriptions: list[bytes]
+    """By rank."""
 
 
 class RegionsAck(WireStruct, frozen=True):
@@ -140,7 +113,7 @@ class Generate(WireStruct, frozen=True):
     prefill: str
     """worker_id of the prefill worker of the pair; '' lets the decode worker choose."""
     verify: bool
-    """Send the digest of each prompt block with Finished."""
+    """Send the digest of each prompt block with Finished; a worker of several ranks has none."""
 
 
 class Cancel(WireStruct, frozen=True):
@@ -219,12 +192,13 @@ class Confirmed(WireStruct, frozen=True):
 
 class Done(WireStruct, frozen=True):
     """Push: every write of the KV that `num_tokens` tokens of prompt come to, of all `num_layers`
-    layers of all groups, is visible."""
+    layers of all groups, is visible in each of `num_ranks` ranks."""
 
     request_id: str
     grant_id: str
     num_tokens: int
     num_layers: int
+    num_ranks: int
     first_token: int
     transfer: TransferStats
     digest: int | None

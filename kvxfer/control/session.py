@@ -16,12 +16,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvxfer.cache.layout import MAX_ADDRESSES
+from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.control.cache_messages import RegionsRevoke
-from kvxfer.control.messages import RegionsUpdate, WorkerFacts
+from kvxfer.control.facts import RankFacts, WorkerFacts
+from kvxfer.control.messages import RegionsUpdate
 from kvxfer.errors import HandshakeRejected, WireError
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.lanes import Lane, LaneSide, candidates
+from kvxfer.transfer.rank_plans import total_heads
 from kvxfer.transfer.regions import Region, RegionSet
+
+MAX_RANKS = 8
+"""Of one worker: a host's GPUs. Whoever dials does not know how many the other has."""
 
 
 class PeerState(enum.Enum):
@@ -76,8 +82,9 @@ class Peer:
 
     def learn(self, facts: WorkerFacts, lanes: Sequence[Lane]) -> None:
         """Take over what Hello or Welcome said. Raises RegionError or WireError on bad regions."""
-        if not 0 <= facts.base_address < MAX_ADDRESSES:
-            raise WireError(f"{facts.worker_id}: base address {facts.base_address:#x}")
+        for rank in facts.ranks:
+            if not 0 <= rank.base_address < MAX_ADDRESSES:
+                raise WireError(f"{facts.worker_id}: base address {rank.base_address:#x}")
         _check_inside(facts, facts.regions)
         self.regions = RegionSet(tuple(facts.regions), facts.generation)
         self.facts = facts
@@ -96,6 +103,15 @@ class Peer:
                 f"follow {self.regions.generation}"
             )
         self.regions = self.regions.add(update.regions)
+
+    def described(self, descriptions: Sequence[bytes]) -> list[RankFacts]:
+        """The peer's ranks, described afresh. Raises WireError unless there is one for each."""
+        assert self.facts is not None
+        ranks = self.facts.ranks
+        if len(descriptions) != len(ranks):
+            raise WireError(f"{self.name}: {len(descriptions)} descriptions for {len(ranks)} ranks")
+        pairs = zip(ranks, descriptions, strict=True)
+        return [RankFacts(rank.base_address, told, rank.invitations) for rank, told in pairs]
 
     def drop(self, revoke: RegionsRevoke) -> list[int]:
         """Remove revoked regions; returns, group by group, the lowest block that may lie in one of
@@ -123,19 +139,37 @@ def agree(ours: WorkerFacts, theirs: WorkerFacts) -> list[Lane]:
 
     Raises HandshakeRejected naming the first field that differs.
     """
+    for facts in (ours, theirs):
+        if not 1 <= facts.tensor_parallel_size <= MAX_RANKS:
+            sizes = ours.tensor_parallel_size, theirs.tensor_parallel_size
+            raise HandshakeRejected("tensor_parallel_size", *sizes)
     same: list[tuple[str, object, object]] = [("model", ours.model, theirs.model)]
     specs, others = ours.geometry.specs, theirs.geometry.specs
     same.append(("groups", len(specs), len(others)))
     for index, (spec, other) in enumerate(zip(specs, others, strict=False)):
         where = f" of group {index}" if len(specs) > 1 else ""
         for name in (one.name for one in dataclasses.fields(spec)):
-            same.append((f"{name}{where}", getattr(spec, name), getattr(other, name)))
+            if name == "num_kv_heads":
+                same.append(_heads(ours, theirs, spec, other, where))
+            else:
+                same.append((f"{name}{where}", getattr(spec, name), getattr(other, name)))
     for name, mine, yours in same:
         if mine != yours and not (name.startswith("block_size") and _divides(mine, yours)):
             raise HandshakeRejected(name, mine, yours)
     if {ours.role, theirs.role} != {"prefill", "decode"}:
         raise HandshakeRejected("role", ours.role, theirs.role)
     return candidates(_side(ours), _side(theirs))
+
+
+def _heads(
+    ours: WorkerFacts, theirs: WorkerFacts, spec: KVCacheSpec, other: KVCacheSpec, where: str
+) -> tuple[str, object, object]:
+    """KV heads of the whole model, or the sizes where those cannot both cut it."""
+    sizes = ours.tensor_parallel_size, theirs.tensor_parallel_size
+    mine, yours = total_heads(spec, sizes[0]), total_heads(other, sizes[1])
+    if mine != yours and sizes[0] != sizes[1] and (mine % sizes[1] or yours % sizes[0]):
+        return "tensor_parallel_size", *sizes
+    return f"num_kv_heads{where}", mine, yours
 
 
 def _divides(mine: object, yours: object) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kvxfer.control.cache_messages import CacheState, Defragment, Shrink, Sleep, WakeUp
 from kvxfer.control.channel import Channel, Letter
+from kvxfer.control.facts import WorkerFacts
 from kvxfer.control.messages import (
     WIRE_VERSION,
     Cancel,
@@ -27,7 +28,6 @@ from kvxfer.control.messages import (
     Token,
     TransferStats,
     Welcome,
-    WorkerFacts,
 )
 from kvxfer.errors import ControlError, DeadlineExceeded, HandshakeRejected, WorkerDied
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvxfer.config import WorkerOptions
 from kvxfer.control.channel import Channel
-from kvxfer.control.messages import WorkerFacts
+from kvxfer.control.facts import RankFacts, WorkerFacts
 from kvxfer.errors import CacheError, WorkerDied
 from kvxfer.memory.limits import host_identity
 from kvxfer.telemetry.trace import Trace
@@ -71,6 +71,7 @@ class WorkerParts:
         """The cache in numbers, as Status tells them."""
         cache, counts = self.engine.cache, self.engine.pools.counts()
         return {
+            "tensor_parallel_size": self.engine.size,
             "reserved_bytes": cache.reserved_bytes,
             "committed_bytes": cache.committed_bytes,
             "registered_bytes": self.growth.regions.total_bytes,
@@ -125,6 +126,7 @@ def serve(
             parts.watermarks,
             made,
             options.worker_id,
+            engine.check,
         )
         undo.callback(_stop, parts)
         parts.transfer.start()
@@ -147,37 +149,42 @@ def _assemble(
     trace: Trace,
     incarnation: str,
 ) -> WorkerParts:
-    transfer = TransferThread(engine.connector, engine.cache, reports, engine.enter_thread)
+    transfer = TransferThread(engine.transfer, reports, engine.enter_thread)
     growth = CacheGrowth(engine, transfer, trace)
 
-    lanes = [str(lane) for lane in offered(engine.connector.connectors, options.lane)]
+    lanes = [str(lane) for lane in offered(engine.transfer.connectors, options.lane)]
 
     host = host_identity()
 
-    def facts() -> WorkerFacts:
+    def facts(num_invited: int) -> WorkerFacts:
+        ranks = zip(
+            engine.transfer.base_addresses,
+            growth.descriptions,
+            engine.transfer.invite(num_invited),
+            strict=True,
+        )
         return WorkerFacts(
             role=role,
             worker_id=options.worker_id,
             incarnation=incarnation,
             model=engine.info.fingerprint,
             geometry=engine.cache.geometry,
-            base_address=engine.cache.buffer.base_address,
+            ranks=[RankFacts(*rank) for rank in ranks],
             lanes=lanes,
             host=host,
-            tests_lanes=options.lane_test,
+            tests_lanes=options.lane_test and engine.size == 1,
             device=engine.driver.device,
             device_id=engine.device_id,
             regions=list(growth.regions.regions),
             generation=growth.regions.generation,
-            description=growth.description,
-            invitation=engine.connector.invite(),
         )
 
     peers = PeerTable(options, channel, transfer, facts)
     growth.on_publish = peers.publish
     model = WorkThread("model", reports, engine.enter_thread)
     residency = Residency(engine, transfer, growth, peers, trace)
-    steps = ModelSteps(model, residency, options.kv_commit == "elastic")
+    may_trim = options.kv_commit == "elastic" and engine.size == 1
+    steps = ModelSteps(model, residency, may_trim)
     watermarks = Watermarks(options, engine, growth, residency)
     return WorkerParts(
         options, engine, growth, residency, peers, transfer, model, steps, watermarks, trace, host

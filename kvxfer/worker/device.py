@@ -40,6 +40,22 @@ def resolve_device(name: str) -> str:
     return f"cuda:{index}"
 
 
+def resolve_devices(name: str, size: int) -> list[str]:
+    """A device for each of `size` ranks: the CPU for all, or GPUs from the first visible one on,
+    or those that a list names. Raises UsageError where there are not as many."""
+    if "," in name:
+        found = [resolve_device(one) for one in check_device(name).split(",")]
+    else:
+        first = resolve_device(name)
+        if first == "cpu" or size == 1:
+            return [first] * size
+        index = int(first.partition(":")[2])
+        found = [resolve_device(f"cuda:{index + rank}") for rank in range(size)]
+    if len(found) != size or len(set(found)) != size:
+        raise UsageError("device", name, f"must name {size} devices, one for each rank")
+    return found
+
+
 def resolve_memory(options: WorkerOptions, device: str) -> DeviceMemory:
     """The virtual-memory driver of `device`, or plain memory with the reason (S13)."""
     found = make_driver(device) if options.enable_extensible_kv_cache is not False else ""

@@ -29,10 +29,12 @@ from kvxfer.config import WorkerOptions
 from kvxfer.errors import UsageError
 from kvxfer.memory.driver import VmmDriver
 from kvxfer.model.loader import ModelInfo
-from kvxfer.model.runner import ModelRunner
 from kvxfer.transfer.connector import Connector, Direction
 from kvxfer.transfer.multi import MultiConnector
-from kvxfer.worker.start import Progress, Start, WarmUpHook
+from kvxfer.worker.rank_transfer import WorkerTransfer
+from kvxfer.worker.ranked_start import RankedStart
+from kvxfer.worker.ranks import RankGroup
+from kvxfer.worker.start import Progress, Runner, Start, WarmUpHook
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +47,13 @@ INITIAL_SHARE = 16
 @dataclass(frozen=True)
 class Engine:
     """What one worker computes with and moves, warmed up and measured. Owns all of it, except
-    that the connector is closed by the transfer thread."""
+    that the connector is closed by the transfer thread. Of several ranks, `cache`, `connector` and
+    `driver` are rank 0's: what is counted in blocks is so in all, what is in bytes is one rank's.
+    """
 
     options: WorkerOptions
     info: ModelInfo
-    runner: ModelRunner
+    runner: Runner
     driver: VmmDriver
     cache: KVCache
     connector: MultiConnector
@@ -58,6 +62,19 @@ class Engine:
     account: MemoryAccount
     budget: CacheBudget
     """What the measurement pays for: growth never goes beyond."""
+    transfer: WorkerTransfer
+    """Of all ranks; owned by the transfer thread."""
+    group: RankGroup | None = None
+    """The ranks, where there are several."""
+
+    @property
+    def size(self) -> int:
+        return self.transfer.size
+
+    def check(self) -> None:
+        """Raises WorkerDied when a rank is gone."""
+        if self.group is not None:
+            self.group.check()
 
     @property
     def specs(self) -> tuple[KVCacheSpec, ...]:
@@ -92,7 +109,8 @@ class Engine:
         """The budget as far as the memory goes that is free right now, measured anew."""
         if self.options.kv_cache_memory_bytes:
             return self.budget
-        spare = max(0, self.driver.memory_info().free_bytes - self.account.buffer)
+        sharing = self.size if self.driver.device == "cpu" else 1
+        spare = max(0, self.driver.memory_info().free_bytes // sharing - self.account.buffer)
         held = self.cache.geometry.bytes_of(self.cache.committed_blocks)
         return replace(self.budget, kv_bytes=min(self.budget.kv_bytes, held + spare))
 
@@ -162,15 +180,16 @@ def start_engine(
     warm-up and measured: whatever else will allocate in service (S18).
     """
     with ExitStack() as undo:
-        start = Start(options, connectors, progress, undo)
+        kind = RankedStart if options.tensor_parallel_size > 1 else Start
+        start = kind(options, connectors, progress, undo)
         capacities = start.capacities()
         if not start.memory.policy.extensible:
             capacities = start.estimate(capacities)
         cache = start.reserve(capacities)
         before = start.meter.used_bytes(0)
         connector = start.connect(incarnation, cache, initiates)
-        transfer = start.transfer_bytes(connector, before)
-        warm_up = start.warm_up(cache, transfer, hooks)
+        taken = start.transfer_bytes(connector, before)
+        warm_up = start.warm_up(cache, taken, hooks)
         account = _account(start, warm_up, cache)
         engine = Engine(
             options=options,
@@ -182,6 +201,8 @@ def start_engine(
             pools=BlockPools(len(capacities)),
             account=account,
             budget=start.budget(cache.geometry, account.kv),
+            transfer=start.transfer(connector, cache),
+            group=start.group,
         )
         _tell(engine, start.available)
         undo.pop_all()

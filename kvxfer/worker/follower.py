@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvxfer.model.tensor_parallel import TensorParallel
-from kvxfer.worker.rank_host import LineName
+from kvxfer.worker.rank_methods import LineName
 from kvxfer.worker.rank_process import Place
 from kvxfer.worker.rank_wire import Line
 

@@ -25,7 +25,8 @@ from kvxfer.errors import CacheError, KvxferError
 from kvxfer.telemetry.trace import Trace, now_ns
 from kvxfer.transfer.regions import Region, RegionSet
 from kvxfer.worker.engine import Engine
-from kvxfer.worker.transfer_thread import Growth, TransferThread
+from kvxfer.worker.rank_transfer import Growth
+from kvxfer.worker.transfer_thread import TransferThread
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class GrowthState(enum.Enum):
 
 
 class CacheGrowth:
-    """Raises the pools' bounds; `regions` and `description` are what Hello tells."""
+    """Raises the pools' bounds; `regions` and `descriptions`, by rank, are what Hello tells."""
 
     def __init__(self, engine: Engine, transfer: TransferThread, trace: Trace) -> None:
         self._engine = engine
@@ -61,7 +62,7 @@ class CacheGrowth:
         self.problem = ""
         """Why the newest growth failed; '' where it did not."""
         self.regions = RegionSet()
-        self.description = b""
+        self.descriptions = [b""] * engine.size
         self.on_publish: Publish = lambda update: None
         self.on_settled: Callable[[], None] = lambda: None
         """Called when the bound was raised, and a while after a growth failed."""
@@ -82,10 +83,10 @@ class CacheGrowth:
         self._is_paused = False
         self.on_settled()
 
-    def withdraw(self, regions: Sequence[Region], description: bytes) -> None:
-        """`regions` are registered no more; `description` is that of those which are."""
+    def withdraw(self, regions: Sequence[Region], descriptions: Sequence[bytes]) -> None:
+        """`regions` are registered no more; `descriptions` are of those which are."""
         self.regions = self.regions.remove(regions)
-        self.description = description
+        self.descriptions = list(descriptions)
 
     def restore(self) -> None:
         """Wake the cache if it sleeps, and register and publish what is not registered. Must be
@@ -129,7 +130,7 @@ class CacheGrowth:
 
     def _committed(self, growth: Growth) -> None:
         self.regions = self.regions.add(growth.regions)
-        self.description = growth.description
+        self.descriptions = list(growth.descriptions)
         self._pending = growth
         self._state = GrowthState.PUBLISHING
         self._deadline_s = time.monotonic() + ACK_TIMEOUT_S
@@ -143,7 +144,8 @@ class CacheGrowth:
             committed_bytes=self._engine.cache.committed_bytes,
             registered_bytes=self.regions.total_bytes,
         )
-        self.on_publish(RegionsUpdate(self.regions.generation, list(growth.regions), growth.update))
+        added = list(growth.regions)
+        self.on_publish(RegionsUpdate(self.regions.generation, added, list(growth.updates)))
 
     def _usable(self, backed: Sequence[int]) -> list[int]:
         """Of the blocks that whole granules happen to back those that the budget pays for."""

@@ -7,7 +7,7 @@ process of the same worker said Hello. Losing it, to silence or a deadline, prov
 
 from __future__ import annotations
 
-from kvxfer.control.messages import WorkerFacts
+from kvxfer.control.facts import WorkerFacts
 from kvxfer.control.session import Peer
 
 

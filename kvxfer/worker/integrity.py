@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvxfer.cache.footprint import prompt_entries, travelling
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.errors import KvxferError
-from kvxfer.transfer.checksum import DigestPolicy, combined, kv_checksum, should_check
+from kvxfer.transfer.checksum import DigestPolicy, combined, should_check
 from kvxfer.transfer.checksum_shard import KVShard
 from kvxfer.worker.assembly import WorkerParts
+from kvxfer.worker.checksums import checksum_of
 
 Blocks = Sequence[Sequence[int]]
 
@@ -45,11 +45,9 @@ class Integrity:
         self._parts.model.submit(partial(self._digest, blocks, num_prompt, theirs), done, failed)
 
     def _digest(self, blocks: Blocks, num_prompt: int, theirs: Sequence[KVCacheSpec]) -> int:
-        tokens = travelling(self._specs, num_prompt, range(num_prompt), theirs)
-        entries = prompt_entries(self._specs, num_prompt)
-        groups = zip(self._shards, blocks, tokens, entries, strict=True)
-        return combined(
-            kv_checksum(shard, ids, moved, first_entry=kept.start)
-            for shard, ids, moved, kept in groups
-            if moved
-        )
+        group = self._parts.engine.group
+        if group is not None:
+            called = [list(ids) for ids in blocks], num_prompt, list(theirs)
+            return combined(group.call("kv_checksum", *called))
+        counts = [True] * len(self._specs)
+        return checksum_of(self._shards, self._specs, blocks, num_prompt, theirs, counts)

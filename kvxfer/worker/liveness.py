@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterable
 
 from kvxfer.control.channel import Channel
-from kvxfer.control.messages import WIRE_VERSION, Heartbeat, Hello, Message, WorkerFacts
-from kvxfer.control.session import Peer, PeerState
+from kvxfer.control.facts import WorkerFacts
+from kvxfer.control.messages import WIRE_VERSION, Heartbeat, Hello, Message
+from kvxfer.control.session import MAX_RANKS, Peer, PeerState
 from kvxfer.errors import ControlError
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ class Liveness:
     """Control thread only."""
 
     def __init__(
-        self, channel: Channel, facts: Callable[[], WorkerFacts], timeout_s: float
+        self, channel: Channel, facts: Callable[[int], WorkerFacts], timeout_s: float
     ) -> None:
         self._channel = channel
         self._facts = facts
@@ -62,7 +63,7 @@ class Liveness:
         if now - peer.hello_sent_s < HELLO_RETRY_S:
             return
         try:
-            self._channel.send(peer.key, Hello(WIRE_VERSION, self._facts()))
+            self._channel.send(peer.key, Hello(WIRE_VERSION, self._facts(MAX_RANKS)))
         except ControlError as error:
             logger.debug("%s is not there yet: %s", peer.key, error)
             return

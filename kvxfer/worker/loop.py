@@ -59,7 +59,9 @@ class ControlLoop:
         watermarks: Watermarks,
         role: Role,
         worker_id: str,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        """`check` is called at every turn; what it raises ends the worker."""
         self._channel = channel
         self._reports = reports
         self._peers = peers
@@ -68,6 +70,7 @@ class ControlLoop:
         self._watermarks = watermarks
         self._role = role
         self._worker_id = worker_id
+        self._check = check
         self._stopping = False
         self._handlers: dict[type, Handler] = {
             Hello: peers.on_hello,
@@ -94,6 +97,7 @@ class ControlLoop:
 
     def turn(self, timeout_s: float) -> None:
         """Wait for at most `timeout_s` for something to do, and do all there is."""
+        self._check()
         for letter in self._channel.poll(timeout_s):
             self._receive(letter)
         for report in self._reports.drain():

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvxfer.config import WorkerOptions
 from kvxfer.control.cache_messages import RegionsRevoke, RegionsRevoked
 from kvxfer.control.channel import Channel
+from kvxfer.control.facts import RankFacts, WorkerFacts
 from kvxfer.control.messages import (
     WIRE_VERSION,
     Goodbye,
@@ -22,7 +23,6 @@ from kvxfer.control.messages import (
     RegionsUpdate,
     Reject,
     Welcome,
-    WorkerFacts,
 )
 from kvxfer.control.session import Peer, PeerState, agree
 from kvxfer.errors import ControlError, HandshakeRejected, KvxferError, WireError, WorkerDied
@@ -33,6 +33,8 @@ from kvxfer.worker.transfer_thread import TransferThread
 
 logger = logging.getLogger(__name__)
 
+Ranks = Sequence[RankFacts]
+
 
 class PeerTable:
     """All peers of one worker. Control thread only."""
@@ -42,13 +44,14 @@ class PeerTable:
         options: WorkerOptions,
         channel: Channel,
         transfer: TransferThread,
-        facts: Callable[[], WorkerFacts],
+        facts: Callable[[int], WorkerFacts],
     ) -> None:
+        """`facts` are ours, with invitations for so many ranks of a peer."""
         self._channel = channel
         self._transfer = transfer
         self._facts = facts
         self._liveness = Liveness(channel, facts, options.peer_timeout_s)
-        self._tests_lanes = options.lane_test
+        self._tests_lanes = options.lane_test and transfer.size == 1
         self._exit_on_loss = options.on_peer_loss == "exit"
         self._peers: dict[str, Peer] = {}
         self.on_met: Callable[[Peer], None] = lambda peer: None
@@ -125,7 +128,7 @@ class PeerTable:
             self._reject(key, HandshakeRejected("wire_version", WIRE_VERSION, hello.wire_version))
         elif hello.facts is None:
             self._peers[key] = Peer(key, time.monotonic(), PeerState.READY)
-            self.send(key, Welcome(WIRE_VERSION, self._facts(), ""))
+            self.send(key, Welcome(WIRE_VERSION, self._facts(0), ""))
         else:
             self._greet(key, hello.facts)
 
@@ -133,14 +136,15 @@ class PeerTable:
         """Idempotent: a Hello that is repeated is answered again."""
         peer = self._peers.get(key) or Peer(key, time.monotonic())
         try:
-            peer.learn(facts, agree(self._facts(), facts))
+            peer.learn(facts, agree(self._facts(0), facts))
         except KvxferError as error:
             self._reject(key, error)
             return
         self._replace_older(peer)
         self.holders.met(facts)
         self._peers[key] = peer
-        self._load(peer, lambda: Welcome(WIRE_VERSION, self._facts(), str(peer.lane)))
+        invited = len(facts.ranks)
+        self._load(peer, lambda: Welcome(WIRE_VERSION, self._facts(invited), str(peer.lane)))
 
     def _replace_older(self, peer: Peer) -> None:
         for old in list(self._peers.values()):
@@ -165,8 +169,7 @@ class PeerTable:
             return  # the answer to a Hello that was repeated
         if welcome.wire_version != WIRE_VERSION:
             raise HandshakeRejected("wire_version", WIRE_VERSION, welcome.wire_version)
-        ours = self._facts()
-        lanes = agree(ours, welcome.facts)
+        lanes = agree(self._facts(0), welcome.facts)
         if welcome.lane != str(lanes[0]):
             raise HandshakeRejected("lane", lanes[0], welcome.lane)
         restarted = peer.facts and peer.facts.incarnation != welcome.facts.incarnation
@@ -189,8 +192,9 @@ class PeerTable:
         peer = self._peers.get(key)
         if peer is None or peer.facts is None or peer.state is PeerState.GONE:
             raise WireError(f"RegionsUpdate from {key}, who said no Hello")
+        ranks = peer.described(update.descriptions)
         peer.grow(update)
-        self._connect(peer, update.description, lambda: self._ack(peer, update.generation))
+        self._connect(peer, ranks, lambda: self._ack(peer, update.generation))
 
     def on_regions_ack(self, key: str, ack: RegionsAck) -> None:
         peer = self._peers.get(key)
@@ -201,9 +205,10 @@ class PeerTable:
         peer = self._peers.get(key)
         if peer is None or peer.facts is None or peer.state is PeerState.GONE:
             raise WireError(f"RegionsRevoke from {key}, who said no Hello")
+        ranks = peer.described(revoke.descriptions)
         self.on_revoked(peer, peer.drop(revoke))
         revoked = RegionsRevoked(revoke.epoch)
-        self._connect(peer, revoke.description, lambda: self.send(key, revoked), renew=True)
+        self._connect(peer, ranks, lambda: self.send(key, revoked), renew=True)
 
     # --- life cycle ---------------------------------------------------------------------------
 
@@ -226,7 +231,7 @@ class PeerTable:
             elif newly and peer.lane:
                 self.settle(peer, peer.lane, 0.0)
 
-        self._connect(peer, peer.facts.description, loaded)
+        self._connect(peer, peer.facts.ranks, loaded)
 
     def settle(self, peer: Peer, lane: Lane, gbps: float) -> None:
         """KV flows between `peer` and us by `lane` from now on."""
@@ -239,11 +244,9 @@ class PeerTable:
             self.on_ready(peer)
 
     def _connect(
-        self, peer: Peer, description: bytes, loaded: Callable[[], object], renew: bool = False
+        self, peer: Peer, ranks: Ranks, loaded: Callable[[], object], renew: bool = False
     ) -> None:
-        assert peer.facts is not None
-
-        key, base_address = peer.key, peer.facts.base_address
+        key = peer.key
 
         def done(reached: frozenset[str]) -> None:
             if self._peers.get(key) is peer and peer.state is not PeerState.GONE:
@@ -253,11 +256,8 @@ class PeerTable:
         def failed(error: KvxferError) -> None:
             self.lose(key, str(error))
 
-        if renew:
-            self._transfer.renew(key, base_address, description, done, failed)
-        else:
-            invitation = peer.facts.invitation
-            self._transfer.connect(key, base_address, description, invitation, done, failed)
+        learn = self._transfer.renew if renew else self._transfer.connect
+        learn(key, ranks, done, failed)
 
     def _ack(self, peer: Peer, generation: int) -> None:
         self.send(peer.key, RegionsAck(generation))

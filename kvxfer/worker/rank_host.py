@@ -1,41 +1,41 @@
-"""What each rank of a tensor-parallel worker owns, and the closed table of what can be asked of it.
-
-All ranks get the same calls in the same order, line by line; a line is served by one thread of its
-own, so that KV is moved and memory committed while the model computes. A new kind of call is a
-method of RankHost and a row of METHODS.
+"""What each rank of a tensor-parallel worker owns and does; `worker.rank_methods` is the table of
+what can be asked of it.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvxfer.cache.budget import open_files_needed
-from kvxfer.cache.kv_cache import Extension, KVCache
+from kvxfer.cache.kv_cache import KVCache
 from kvxfer.cache.layout import CacheGeometry, KVCacheLayout
-from kvxfer.cache.spec import KVCacheSpec
+from kvxfer.cache.spec import GroupKind, KVCacheSpec
 from kvxfer.cache.table import BlockTable
+from kvxfer.control.facts import RankFacts
 from kvxfer.errors import CacheError, ModelError
 from kvxfer.memory.chunks import LARGEST_CHUNK
 from kvxfer.memory.driver import VmmDriver
 from kvxfer.memory.fixed import FixedDriver
 from kvxfer.memory.limits import ensure_open_files
+from kvxfer.memory.usage import UsageMeter
 from kvxfer.model.loader import inspect_model
 from kvxfer.model.packing import SequenceStep
 from kvxfer.model.runner import ModelRunner
 from kvxfer.model.tensor_parallel import TensorParallel
+from kvxfer.transfer.checksum_shard import KVShard
+from kvxfer.transfer.connector import Direction, MemoryWindow, TicketResult, load_connectors
 from kvxfer.transfer.digest import prompt_digests
+from kvxfer.transfer.lanes import Lane
+from kvxfer.transfer.multi import MultiConnector
+from kvxfer.transfer.plan_parts import MoveParts
+from kvxfer.transfer.rank_plans import total_heads
+from kvxfer.transfer.regions import Region
+from kvxfer.worker.checksums import checksum_of
 from kvxfer.worker.device import make_driver
-
-
-class LineName(enum.StrEnum):
-    """Each has a thread of its own in every rank: in rank 0 the one that calls."""
-
-    MODEL = "model"
-    TRANSFER = "transfer"
+from kvxfer.worker.rank_transfer import Growth, RankTransfer, Submitted
+from kvxfer.worker.scratch import transfer_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,30 @@ class RankCache:
     committed_blocks: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class RankUsage:
+    """Bytes of a rank's memory, the KV cache excluded."""
+
+    available: int
+    """What the rank may use in all."""
+    weights: int
+    transfer: int
+    used: int
+    """In all: weights and connectors, and what the model keeps beside them."""
+    peak: int
+    """The most that was held for a moment beyond `used`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankGrowth:
+    """What a rank has added: blocks backed, group by group, and descriptions as `Growth`'s."""
+
+    backed: tuple[int, ...]
+    regions: tuple[Region, ...]
+    update: bytes
+    description: bytes
+
+
 class RankHost:
     """One rank's runner and cache. Owns both; which thread may call what is in METHODS."""
 
@@ -56,7 +80,13 @@ class RankHost:
         self._runner: ModelRunner | None = None
         self._cache: KVCache | None = None
         self._specs: tuple[KVCacheSpec, ...] = ()
-        self._pending: Extension | None = None
+        self._meter: UsageMeter | None = None
+        self._weights = 0
+        self._transfer_bytes = 0
+        self._transfer: RankTransfer | None = None
+        self._growth: Growth | None = None
+        self._is_pending = False
+        self._shards: list[KVShard] = []
 
     @property
     def runner(self) -> ModelRunner:
@@ -70,6 +100,22 @@ class RankHost:
             raise CacheError("no cache was reserved")
         return self._cache
 
+    @property
+    def transfer(self) -> RankTransfer:
+        if self._transfer is None:
+            raise CacheError("no cache was reserved")
+        return self._transfer
+
+    @property
+    def connector(self) -> MultiConnector:
+        return self.transfer.connector
+
+    @property
+    def newest_growth(self) -> Growth:
+        if self._growth is None:
+            raise CacheError("the cache has not grown")
+        return self._growth
+
     def enter_thread(self) -> None:
         """As `Engine.enter_thread`; first in every thread that serves a line."""
         if self.device != "cpu":
@@ -82,7 +128,9 @@ class RankHost:
         if self._runner is not None:
             raise ModelError("a model is loaded already")
         info = inspect_model(Path(model))
+        self._meter = UsageMeter(self._driver())
         self._runner = ModelRunner.load(info, self.device, dtype, threads, self.place)
+        self._weights = self._meter.used_bytes(0)
 
     def probe_specs(self, block_size: int) -> tuple[KVCacheSpec, ...]:
         """Those of this rank's heads."""
@@ -98,9 +146,8 @@ class RankHost:
         geometry = CacheGeometry.build(self._specs, layouts, capacities, driver.granularity)
         if driver.device == "cpu":
             groups = geometry.groups
-            ensure_open_files(
-                sum(open_files_needed(one, one.capacity_blocks, LARGEST_CHUNK) for one in groups)
-            )
+            own = sum(open_files_needed(one, one.capacity_blocks, LARGEST_CHUNK) for one in groups)
+            ensure_open_files(own, own)  # and the chunks of a peer that are mapped here
         cache = KVCache(driver, geometry)
         try:
             cache.extend([1] * len(capacities))
@@ -109,6 +156,7 @@ class RankHost:
             cache.close()
             raise
         self._cache = cache
+        self._transfer = RankTransfer(MultiConnector({}, Direction.PULL), cache, self.place.rank)
         return self.describe()
 
     def describe(self) -> RankCache:
@@ -128,100 +176,109 @@ class RankHost:
         """Of this rank's heads."""
         return prompt_digests(self.cache, tables, num_prompt)
 
-    def prepare(self, num_blocks: list[int]) -> tuple[int, ...]:
-        """First half of a growth: commit memory, and return the blocks of each group that it backs.
-        They may be used after `confirm`; errors as `KVCache.extend`."""
-        if self._pending is not None:
+    def kv_checksum(
+        self, blocks: list[list[int]], num_prompt: int, theirs: list[KVCacheSpec]
+    ) -> int:
+        """Of this rank's heads, as `worker.checksums`; a head that all ranks hold is rank 0's."""
+        if not self._shards:
+            self._shards = self._make_shards()
+        counts = [spec.kind is not GroupKind.MLA or not self.place.rank for spec in self._specs]
+        return checksum_of(self._shards, self._specs, blocks, num_prompt, theirs, counts)
+
+    def measure(self, utilization: float, budget_bytes: int) -> RankUsage:
+        """What the rank may use and does; options as `UsageMeter.available_bytes`."""
+        if self._meter is None:
+            raise ModelError("no model was loaded")
+        held = self._cache.committed_bytes if self._cache is not None else 0
+        used = self._meter.used_bytes(held)
+        available = self._meter.available_bytes(utilization, budget_bytes)
+        peak = self._meter.peak_bytes(used, held)
+        return RankUsage(available, self._weights, self._transfer_bytes, used, peak)
+
+    # --- the transfer line ----------------------------------------------------------------------
+
+    def open_connectors(
+        self, names: list[str], agent: str, initiates: Direction, all_needed: bool
+    ) -> list[str]:
+        """As `MultiConnector.open`, of this rank's cache, and used once; returns which."""
+        cache, driver = self.cache, self.cache.buffer.driver
+        before = self._meter.used_bytes(0) if self._meter is not None else 0
+        base, size = cache.buffer.base_address, cache.geometry.total_bytes
+        window = MemoryWindow(base, size, driver.device, cache.buffer)
+        types = load_connectors(",".join(names))
+        name = f"{agent}.{self.place.rank}"
+        connector = MultiConnector.open(types, name, window, initiates, all_needed)
+        with ExitStack() as undo:
+            undo.callback(connector.close)
+            if self._meter is not None:
+                self._transfer_bytes = transfer_bytes(connector, driver, self._meter, before)
+            undo.pop_all()
+        self._transfer = RankTransfer(connector, cache, self.place.rank)
+        return list(connector.connectors)
+
+    def prepare(self, num_blocks: list[int]) -> RankGrowth:
+        """First half of a growth: commit and register memory. The blocks that it backs may be used
+        after `confirm`; errors as `RankTransfer.grow`."""
+        if self._is_pending:
             raise CacheError("a growth is prepared already")
-        self._pending = self.cache.extend(num_blocks)
-        return self._pending.new_blocks
+        growth = self.transfer.grow(num_blocks)
+        self._growth, self._is_pending = growth, True
+        (update,), (whole,) = growth.updates, growth.descriptions
+        return RankGrowth(growth.extension.new_blocks, growth.regions, update, whole)
 
     def confirm(self) -> None:
         """All ranks have prepared: the growth stays."""
-        self._pending = None
+        self._is_pending = False
 
     def retract(self) -> None:
         """Take back what was prepared, if anything was."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self.cache.retract(pending)
+        if self._is_pending:
+            self._is_pending = False
+            self.transfer.retract(self.newest_growth)
+
+    def describe_regions(self, regions: list[Region]) -> bytes:
+        return self.transfer.describe(regions)[0]
+
+    def connect(self, peer: str, ranks: list[RankFacts]) -> frozenset[str]:
+        return self.transfer.connect(peer, ranks)
+
+    def renew(self, peer: str, ranks: list[RankFacts]) -> frozenset[str]:
+        return self.transfer.renew(peer, ranks)
+
+    def disconnect(self, peer: str) -> None:
+        self.transfer.disconnect(peer)
+
+    def submit(self, peer: str, lane: Lane, moves: list[MoveParts]) -> list[Submitted]:
+        return self.transfer.submit(peer, lane, [parts.move() for parts in moves])
+
+    def poll(self) -> list[TicketResult]:
+        return self.transfer.poll()
+
+    def close_connectors(self) -> None:
+        self.transfer.close()
+
+    # --- the control line -----------------------------------------------------------------------
+
+    def invite(self, count: int) -> list[bytes]:
+        return self.transfer.invite(count)[0]
+
+    def _make_shards(self) -> list[KVShard]:
+        """Numbered as in the whole model."""
+        shards = []
+        for group, (views, spec) in enumerate(zip(self.cache.views, self._specs, strict=True)):
+            is_whole = spec.kind is GroupKind.MLA
+            total = total_heads(spec, self.place.size)
+            first = 0 if is_whole else self.place.rank * spec.num_kv_heads
+            shards.append(KVShard(views, total, first, group))
+        return shards
 
     def close(self) -> None:
         """Idempotent."""
-        if self._runner is not None:
-            self._runner.close()
-        if self._cache is not None:
-            self._cache.close()
+        with ExitStack() as release:
+            for owned in (self._runner, self._cache, self._transfer):
+                if owned is not None:
+                    release.callback(owned.close)
 
     def _driver(self) -> VmmDriver:
         found = make_driver(self.device)
         return FixedDriver(self.device) if isinstance(found, str) else found
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """A row of the table: what runs, and the types that travel."""
-
-    run: Callable[..., Any]
-    """Of a RankHost, first argument."""
-    arguments: Any
-    """A tuple type."""
-    result: Any
-    line: LineName
-    timeout_s: float
-    """From the call to the last rank's reply."""
-    is_collective: bool = False
-    """The ranks wait for one another in it: when some fail, all are out of step for good."""
-
-
-_MODEL, _TRANSFER = LineName.MODEL, LineName.TRANSFER
-_START_S = 900.0
-"""Reading a large model, recording its graphs."""
-_MEMORY_S = 600.0
-"""The host populates about 1 GiB a second."""
-_STEP_S = 300.0
-"""Longer than the deadline of a collective, whose error says more."""
-_BRIEF_S = 30.0
-
-METHODS: Mapping[str, Method] = {
-    "load": Method(
-        RankHost.load, tuple[str, str | None, int], None, _MODEL, _START_S, is_collective=True
-    ),
-    "probe_specs": Method(
-        RankHost.probe_specs,
-        tuple[int],
-        tuple[KVCacheSpec, ...],
-        _MODEL,
-        _STEP_S,
-        is_collective=True,
-    ),
-    "reserve": Method(
-        RankHost.reserve, tuple[list[KVCacheLayout], list[int]], RankCache, _MODEL, _MEMORY_S
-    ),
-    "warm_up": Method(
-        RankHost.warm_up, tuple[int, int, int | None], None, _MODEL, _START_S, is_collective=True
-    ),
-    "prefill_chunk": Method(
-        RankHost.prefill_chunk,
-        tuple[SequenceStep],
-        int | None,
-        _MODEL,
-        _STEP_S,
-        is_collective=True,
-    ),
-    "decode_step": Method(
-        RankHost.decode_step,
-        tuple[list[SequenceStep]],
-        list[int],
-        _MODEL,
-        _STEP_S,
-        is_collective=True,
-    ),
-    "prompt_digests": Method(
-        RankHost.prompt_digests, tuple[list[BlockTable], int], list[str], _MODEL, _STEP_S
-    ),
-    "describe": Method(RankHost.describe, tuple[()], RankCache, _TRANSFER, _BRIEF_S),
-    "prepare": Method(RankHost.prepare, tuple[list[int]], tuple[int, ...], _TRANSFER, _MEMORY_S),
-    "confirm": Method(RankHost.confirm, tuple[()], None, _TRANSFER, _BRIEF_S),
-    "retract": Method(RankHost.retract, tuple[()], None, _TRANSFER, _MEMORY_S),
-}

@@ -54,7 +54,7 @@ def serve(line: Line, name: str, host: RankHost) -> None:
 
 def answer(call: Call, name: str, host: RankHost) -> Reply:
     """Run the call on `host`. A KvxferError is the call's own failure, and becomes the reply."""
-    from kvxfer.worker.rank_host import METHODS
+    from kvxfer.worker.rank_methods import METHODS
 
     try:
         method = METHODS.get(call.method)
@@ -76,7 +76,8 @@ def main() -> None:
         level=logging.INFO, format=f"%(asctime)s {prefix} %(levelname)s %(message)s"
     )
     from kvxfer.model.tensor_parallel import TensorParallel
-    from kvxfer.worker.rank_host import LineName, RankHost
+    from kvxfer.worker.rank_host import RankHost
+    from kvxfer.worker.rank_methods import LineName
 
     tensor_parallel = TensorParallel(place.rank, place.size, Path(place.rendezvous))
     host = RankHost(tensor_parallel, place.device)

@@ -13,8 +13,8 @@ from kvxfer.worker.ranks import RankGroup
 
 
 class RankedRunner:
-    """Steps as ModelRunner's, on every rank over its own heads. Used by one thread; the group,
-    which has loaded a model and reserved its caches, stays the caller's.
+    """Steps as ModelRunner's, on every rank over its own heads. Used by one thread; the group has
+    loaded a model and reserved its caches.
 
     Raises as `RankGroup.call`, and ModelError when two ranks choose different tokens: they compute
     from the same sums, so one of them has computed something else.
@@ -37,6 +37,10 @@ class RankedRunner:
 
     def warm_up(self, max_tokens: int, max_batch: int, max_context: int | None = None) -> None:
         self._group.call("warm_up", max_tokens, max_batch, max_context)
+
+    def close(self) -> None:
+        """End the group, with all that its ranks have."""
+        self._group.close()
 
 
 def _agreed(chosen: list[Any]) -> Any:

@@ -26,10 +26,11 @@ from typing import Any
 
 import msgspec
 
-from kvxfer.errors import KvxferError, RankFailed, UsageError, WireError, WorkerDied
+from kvxfer.errors import CacheError, KvxferError, RankFailed, UsageError, WireError, WorkerDied
 from kvxfer.model.tensor_parallel import TensorParallel
 from kvxfer.worker.follower import Follower, start_follower
-from kvxfer.worker.rank_host import METHODS, LineName, Method, RankHost
+from kvxfer.worker.rank_host import RankGrowth, RankHost
+from kvxfer.worker.rank_methods import METHODS, LineName, Method
 from kvxfer.worker.rank_wire import FIRST_CALL, GREETING, Call, Reply, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -92,15 +93,28 @@ class RankGroup:
     def extend(self, num_blocks: Sequence[int]) -> tuple[int, ...]:
         """Back at least so many blocks of each group on all ranks, or on none; returns the blocks
         that every rank has. Raises as `call`; after RankFailed no rank has grown."""
+        return self.grow(num_blocks)[0].backed
+
+    def grow(self, num_blocks: Sequence[int]) -> list[RankGrowth]:
+        """`extend`, and what each rank has registered: the same regions, or RankFailed and no rank
+        has grown."""
         try:
-            backed = self.call("prepare", list(num_blocks))
+            grown: list[RankGrowth] = self.call("prepare", list(num_blocks))
+            self._check_alike(grown)
         except WorkerDied:
             raise
         except KvxferError as error:
             self._undo_growth(error)
             raise
         self.call("confirm")
-        return tuple(min(blocks) for blocks in zip(*backed, strict=True))
+        return grown
+
+    def _check_alike(self, grown: Sequence[RankGrowth]) -> None:
+        """Peers are told of one cache's regions and blocks, which stand for all."""
+        for rank, one in enumerate(grown):
+            if (one.backed, one.regions) != (grown[0].backed, grown[0].regions):
+                text = f"{one.backed} blocks in {len(one.regions)} new regions are not as rank 0's"
+                raise RankFailed(rank, self.size, CacheError.__name__, text)
 
     def check(self) -> None:
         """Raise WorkerDied if the group is of no use any more; notices a follower's end."""

@@ -43,6 +43,7 @@ from kvxfer.worker.cache_task import Answer, CacheTask
 from kvxfer.worker.engine import Engine
 from kvxfer.worker.growth import CacheGrowth
 from kvxfer.worker.peers import PeerTable
+from kvxfer.worker.ranked_transfer import NOT_RANKED
 from kvxfer.worker.retired import Retired
 from kvxfer.worker.transfer_thread import TransferThread
 
@@ -152,7 +153,9 @@ class Residency:
     # --- the way down ---------------------------------------------------------------------------
 
     def _begin(self, task: CacheTask, timeout_s: float) -> None:
-        if self._task is not None:
+        if self._engine.size > 1:
+            task.problem = NOT_RANKED
+        elif self._task is not None:
             task.problem = f"{self._task.request} is under way"
         elif self.state is ResidencyState.ASLEEP:
             task.problem = SLEEPS
@@ -208,12 +211,12 @@ class Residency:
         left = self._growth.regions.remove(task.regions).regions
         self._transfer.describe(left, partial(self._revoke, task), partial(self._failed, task))
 
-    def _revoke(self, task: CacheTask, description: bytes) -> None:
+    def _revoke(self, task: CacheTask, descriptions: list[bytes]) -> None:
         self._engine.pools.lower(task.limits)
-        self._growth.withdraw(task.regions, description)
+        self._growth.withdraw(task.regions, descriptions)
         self.epoch += 1
         self._ack_deadline_s = time.monotonic() + ACK_TIMEOUT_S
-        self._peers.revoke(RegionsRevoke(self.epoch, list(task.regions), description))
+        self._peers.revoke(RegionsRevoke(self.epoch, list(task.regions), descriptions))
 
     def _on_revoked(self, key: str, revoked: RegionsRevoked) -> None:
         peer = self._peers.get(key)

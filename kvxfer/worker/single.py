@@ -17,13 +17,14 @@ from kvxfer.cache.table import BlockTable
 from kvxfer.command import run_command
 from kvxfer.config import WorkerOptions
 from kvxfer.control.messages import Finished, Generate, Token, TransferStats
-from kvxfer.errors import KvxferError
-from kvxfer.model.runner import ModelRunner, SequenceStep
+from kvxfer.errors import KvxferError, UsageError
+from kvxfer.model.runner import SequenceStep
 from kvxfer.model.sampling import SampleSpec
 from kvxfer.transfer.digest import prompt_digests
 from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.loop import Handler
 from kvxfer.worker.process import run_worker
+from kvxfer.worker.start import Runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class _Answer:
 
 
 def generate(
-    runner: ModelRunner,
+    runner: Runner,
     cache: KVCache,
     request: Generate,
     tables: Sequence[BlockTable],
@@ -135,6 +136,9 @@ class SingleWorker:
 
 def single(options: WorkerOptions) -> int:
     """Run one process that prefills and decodes by itself: the reference for `kvxfer demo`."""
+    if options.tensor_parallel_size != 1:
+        reason = "the process that others are compared with is one"
+        raise UsageError("tensor_parallel_size", options.tensor_parallel_size, reason)
     return run_worker("single", options, (), SingleWorker)
 
 

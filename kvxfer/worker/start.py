@@ -6,30 +6,45 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvxfer.cache.budget import CacheBudget, open_files_needed
 from kvxfer.cache.kv_cache import KVCache
 from kvxfer.cache.layout import CacheGeometry
 from kvxfer.cache.sizing import WarmUp, account_by_estimate
+from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.config import CPU_KV_CACHE_BYTES, WorkerOptions
 from kvxfer.errors import UsageError
 from kvxfer.memory.chunks import LARGEST_CHUNK
 from kvxfer.memory.limits import ensure_open_files
 from kvxfer.memory.usage import UsageMeter
-from kvxfer.memory.virtual_buffer import VirtualBuffer
+from kvxfer.model.groups import Place
 from kvxfer.model.loader import inspect_model
+from kvxfer.model.packing import SequenceStep
 from kvxfer.model.runner import ModelRunner
 from kvxfer.transfer.connector import Connector, Direction, MemoryWindow
 from kvxfer.transfer.multi import MultiConnector
-from kvxfer.worker.device import resolve_device, resolve_memory
+from kvxfer.worker.device import resolve_devices, resolve_memory
 from kvxfer.worker.layouts import resolve_layouts
+from kvxfer.worker.rank_transfer import RankTransfer, WorkerTransfer
+from kvxfer.worker.ranks import RankGroup
+from kvxfer.worker.scratch import transfer_bytes
 
 logger = logging.getLogger(__name__)
 
-SCRATCH_BYTES = 8 << 20
-"""On either side of a transfer that only shows what transfers take."""
-
 Progress = Callable[[str], None]
+
+
+class Runner(Protocol):
+    """What workers need of a ModelRunner, which may run in several ranks."""
+
+    def prefill_chunk(
+        self, step: SequenceStep, on_written: Callable[[Place], None] | None = None
+    ) -> int | None: ...
+
+    def decode_step(self, steps: Sequence[SequenceStep]) -> list[int]: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +61,8 @@ class WarmUpHook:
 class Start:
     """In order; each step leaves its result here. `undo` is the caller's."""
 
+    group: RankGroup | None = None
+
     def __init__(
         self,
         options: WorkerOptions,
@@ -56,17 +73,17 @@ class Start:
         self.options = options
         self.progress = progress
         self.undo = undo
-        self._connectors = connectors
+        self.connectors = connectors
         self.info = inspect_model(options.model)
-        device = resolve_device(options.device)
-        self.memory = resolve_memory(options, device)
+        self.devices = resolve_devices(options.device, options.tensor_parallel_size)
+        self.memory = resolve_memory(options, self.devices[0])
         self.meter = UsageMeter(self.memory.driver)
         self._warn_if_shared()
         policy = self.memory.policy
         self.available = self.meter.available_bytes(policy.utilization, options.memory_budget_bytes)
-        self.runner = self._load(device)
-        self.weights = self.meter.used_bytes(0)
-        self.specs = self.runner.probe_specs(options.block_size)
+        self.progress(f"loading {self.info.architecture} on {', '.join(self.devices)}")
+        dtype = None if options.dtype == "auto" else options.dtype
+        self.specs = self.load(dtype)
         self.layouts = resolve_layouts(options, self.specs, connectors)
 
     def _warn_if_shared(self) -> None:
@@ -78,13 +95,14 @@ class Start:
                 shared,
             )
 
-    def _load(self, device: str) -> ModelRunner:
-        options = self.options
-        self.progress(f"loading {self.info.architecture} on {device}")
-        dtype = None if options.dtype == "auto" else options.dtype
-        runner = ModelRunner.load(self.info, device, dtype, options.threads)
+    def load(self, dtype: str | None) -> tuple[KVCacheSpec, ...]:
+        """The model, whose `runner` and `weights` in bytes are kept; returns its groups' specs."""
+        runner = ModelRunner.load(self.info, self.devices[0], dtype, self.options.threads)
         self.undo.callback(runner.close)
-        return runner
+        self.model = runner
+        self.runner: Runner = runner
+        self.weights = self.meter.used_bytes(0)
+        return runner.probe_specs(self.options.block_size)
 
     def capacities(self) -> list[int]:
         """Blocks of each group to reserve addresses for: as if it took the budget alone."""
@@ -95,7 +113,7 @@ class Start:
         if not available:
             available = self.available
             if self.memory.driver.device == "cpu":
-                available = min(available, CPU_KV_CACHE_BYTES)
+                available = min(available, CPU_KV_CACHE_BYTES // len(self.devices))
         return [max(2, available // spec.block_bytes) for spec in self.specs]
 
     def geometry(self, capacities: Sequence[int]) -> CacheGeometry:
@@ -126,14 +144,14 @@ class Start:
             groups = geometry.groups
             own = sum(open_files_needed(one, one.capacity_blocks, LARGEST_CHUNK) for one in groups)
             ensure_open_files(own, own)  # and the chunks of a peer that are mapped here
-        self._check_budget(geometry)
+        self.check_budget(geometry)
         cache = KVCache(driver, geometry)
         self.undo.callback(cache.close)
         cache.extend([1] * len(capacities))
-        self.runner.bind(cache.views)
+        self.model.bind(cache.views)
         return cache
 
-    def _check_budget(self, geometry: CacheGeometry) -> None:
+    def check_budget(self, geometry: CacheGeometry) -> None:
         """Raises UsageError for one that is smaller than what the start commits at the least."""
         given = self.options.kv_cache_memory_bytes
         budget = given or self.available
@@ -148,40 +166,37 @@ class Start:
     def connect(self, incarnation: str, cache: KVCache, initiates: Direction) -> MultiConnector:
         """The connectors, before warm-up is measured: its memory is in the account (S15)."""
         options = self.options
-        self.progress(f"starting connectors: {', '.join(self._connectors)}")
+        self.progress(f"starting connectors: {', '.join(self.connectors)}")
         device = self.memory.driver.device
         buffer = cache.buffer if self.memory.policy.extensible else None
         window = MemoryWindow(cache.buffer.base_address, cache.geometry.total_bytes, device, buffer)
         agent = f"{options.worker_id}.{incarnation}"
         named = options.is_connector_named
-        connector = MultiConnector.open(self._connectors, agent, window, initiates, named)
+        connector = MultiConnector.open(self.connectors, agent, window, initiates, named)
         self.undo.callback(connector.close)
         return connector
 
     def transfer_bytes(self, connector: MultiConnector, before: int) -> int:
         """What the connectors take of the device when they move something; `before` was used before
         they were made. Tried on scratch memory of the cache's kind, which is given back."""
-        driver = self.memory.driver
-        size = -(-SCRATCH_BYTES // driver.granularity) * driver.granularity
-        with VirtualBuffer(driver, 2 * size) as buffer:
-            buffer.commit([(0, 2 * size)])
-            scratch = MemoryWindow(buffer.base_address, 2 * size, driver.device)
-            with connector.exercise(scratch):
-                used = self.meter.used_bytes(2 * size)
-        return max(0, used - before)
+        return transfer_bytes(connector, self.memory.driver, self.meter, before)
+
+    def transfer(self, connector: MultiConnector, cache: KVCache) -> WorkerTransfer:
+        """What the transfer thread calls from now on."""
+        return RankTransfer(connector, cache)
 
     def warm_up(self, cache: KVCache, transfer: int, hooks: Sequence[WarmUpHook]) -> WarmUp:
         """Step 3: real shapes, then whatever else allocates, then what is held."""
         self.progress("warming up")
         options = self.options
-        self.runner.warm_up(options.max_num_batched_tokens, options.max_num_seqs)
+        self.model.warm_up(options.max_num_batched_tokens, options.max_num_seqs)
         held = self._cache_bytes(cache)
         used = self.meter.used_bytes(held)
         graphs = max(0, used - self.weights - transfer)
         kept = []
         for hook in hooks:
             self.progress(f"warming up: {hook.name}")
-            hook.run(self.runner)
+            hook.run(self.model)
             before, used = used, self.meter.used_bytes(held)
             kept.append((hook.name, max(0, used - before)))
         peak = self.meter.peak_bytes(used, held)

@@ -1,21 +1,21 @@
-"""The thread that owns the connector and the cache's memory: every call into either is here."""
+"""The thread that owns the connectors and the cache's memory: every call into either is here."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from kvxfer.cache.kv_cache import Extension, KVCache
+from kvxfer.control.facts import RankFacts
 from kvxfer.errors import ConnectorError, KvxferError
 from kvxfer.telemetry.trace import now_ns
 from kvxfer.transfer.lanes import Lane
-from kvxfer.transfer.multi import MultiConnector
 from kvxfer.transfer.plan import TransferPlan
+from kvxfer.transfer.rank_plans import RankMove
 from kvxfer.transfer.regions import Region
 from kvxfer.worker.mailbox import Mailbox
+from kvxfer.worker.rank_transfer import Growth, WorkerTransfer
 from kvxfer.worker.work_thread import Job, Report, WorkThread
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,8 @@ IDLE_WAIT_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """A transfer that ended; `error` is None or says why its bytes must not be used."""
+    """A transfer that ended, in all ranks that took part; `error` is None or says why its bytes
+    must not be used."""
 
     num_bytes: int
     num_runs: int
@@ -41,46 +42,37 @@ class Movement:
     error: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """What an extension added, registered and ready to be told to peers."""
-
-    extension: Extension
-    regions: tuple[Region, ...]
-    update: bytes
-    """The connector's description of `regions`."""
-    description: bytes
-    """... and of everything registered."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Flight:
+    """Moves that end together, with the last of them."""
+
     peer: str
-    plan: TransferPlan
+    moves: Sequence[RankMove]
     start_ns: int
     ended: Callable[[Movement], None]
+    num_under_way: int = 0
+    error: str | None = None
 
-    def landed(self, error: str | None) -> Movement:
-        plan = self.plan
-        num_runs = sum(box.num_runs for box in plan.boxes)  # descriptors are not made for this
-        return Movement(plan.total_bytes, num_runs, self.start_ns, now_ns(), error)
+    def landed(self) -> Movement:
+        plans = [move.plan for move in self.moves]
+        num_bytes = sum(plan.total_bytes for plan in plans)
+        # Descriptors are not made for this.
+        num_runs = sum(box.num_runs for plan in plans for box in plan.boxes)
+        return Movement(num_bytes, num_runs, self.start_ns, now_ns(), self.error)
 
 
 class TransferThread(WorkThread):
-    """Callbacks run in the control thread. Owns `connector`; shares `cache` with nobody who
-    commits (the model thread only touches committed blocks)."""
+    """Callbacks run in the control thread. Owns `ranks`, which nobody else commits memory of (the
+    model thread only touches committed blocks)."""
 
     def __init__(
         self,
-        connector: MultiConnector,
-        cache: KVCache,
+        ranks: WorkerTransfer,
         reports: Mailbox[Report],
         begin: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__("transfer", reports, begin)
-        self._connector = connector
-        self._cache = cache
-        self._registered: tuple[Region, ...] = ()
+        self._ranks = ranks
         self._flights: dict[int, _Flight] = {}
         self._renewals: dict[str, list[Job]] = {}
         """Peers that are to be learnt afresh: that, and the moves that wait for it, in order."""
@@ -92,23 +84,42 @@ class TransferThread(WorkThread):
         self.serving = False
         """Set by the control thread while a peer may be moving bytes of ours."""
 
+    @property
+    def size(self) -> int:
+        """Ranks of this worker."""
+        return self._ranks.size
+
     def move(
+        self, peer: str, lane: Lane, plan: TransferPlan, ended: Callable[[Movement], None]
+    ) -> None:
+        """As `move_ranks`, between the first ranks of both."""
+        self.move_ranks(peer, lane, [RankMove(0, 0, plan)], ended)
+
+    def move_ranks(
         self,
         peer: str,
         lane: Lane,
-        plan: TransferPlan,
+        moves: Sequence[RankMove],
         ended: Callable[[Movement], None],
     ) -> None:
-        """Submit `plan`; `ended` is called exactly once, also when it could not be submitted."""
-        start_ns = now_ns()
+        """Submit `moves`; `ended` is called exactly once, when all of them have ended or could not
+        be submitted: an error in one is the error of all."""
+        flight = _Flight(peer, moves, now_ns(), ended)
 
         def run() -> None:
-            flight = _Flight(peer, plan, now_ns(), ended)
-            ticket = self._connector.submit(peer, lane, plan)
-            self._flights[ticket] = flight
+            flight.start_ns = now_ns()
+            for one in self._ranks.submit(peer, lane, moves):
+                if one.error:
+                    flight.error = flight.error or one.error
+                else:
+                    flight.num_under_way += 1
+                    self._flights[one.ticket] = flight
+            if not flight.num_under_way:
+                self.report(partial(ended, flight.landed()))
 
         def failed(error: KvxferError) -> None:
-            ended(_Flight(peer, plan, start_ns, ended).landed(str(error)))
+            flight.error = str(error)
+            ended(flight.landed())
 
         self._in_turn(peer, Job(run, _ignore, failed))
 
@@ -124,46 +135,35 @@ class TransferThread(WorkThread):
     ) -> None:
         """Extend the cache, or wake it up if it sleeps, and register the new chunks: both, or
         neither."""
-        self.submit(lambda: self._grow(num_blocks), done, failed)
+        self.submit(lambda: self._ranks.grow(num_blocks), done, failed)
 
     def connect(
         self,
         peer: str,
-        base_address: int,
-        description: bytes,
-        invitation: bytes,
+        ranks: Sequence[RankFacts],
         done: Callable[[frozenset[str]], None],
         failed: Callable[[KvxferError], None],
     ) -> None:
         """`done` is told which connectors know the peer now."""
-
-        def run() -> frozenset[str]:
-            return self._connector.connect(peer, base_address, description, invitation)
-
-        self._in_turn(peer, Job(run, done, failed))
+        self._in_turn(peer, Job(lambda: self._ranks.connect(peer, ranks), done, failed))
 
     def renew(
         self,
         peer: str,
-        base_address: int,
-        description: bytes,
+        ranks: Sequence[RankFacts],
         done: Callable[[frozenset[str]], None],
         failed: Callable[[KvxferError], None],
     ) -> None:
         """Learn the peer afresh, once our transfers with it have ended: it revoked regions. Those
         that come meanwhile wait."""
-
-        def run() -> frozenset[str]:
-            return self._connector.renew(peer, base_address, description)
-
-        renewal = Job(run, done, failed)
+        renewal = Job(lambda: self._ranks.renew(peer, ranks), done, failed)
         self.submit(lambda: self._renewals.setdefault(peer, []).append(renewal), _ignore, failed)
 
     def disconnect(self, peer: str, failed: Callable[[KvxferError], None]) -> None:
         def run() -> None:
             for job in self._renewals.pop(peer, []):
                 self.report(partial(job.failed, ConnectorError(f"peer {peer} was disconnected")))
-            self._connector.disconnect(peer)
+            self._ranks.disconnect(peer)
 
         self.submit(run, _ignore, failed)
 
@@ -175,26 +175,19 @@ class TransferThread(WorkThread):
         failed: Callable[[KvxferError], None],
     ) -> None:
         """Deregister `regions`, of which no transfer of ours is under way, then `release` them."""
-
-        def run() -> object:
-            self._connector.deregister(regions)
-            gone = set(regions)
-            self._registered = tuple(r for r in self._registered if r not in gone)
-            return release()
-
-        self.submit(run, done, failed)
+        self.submit(lambda: self._ranks.release(regions, release), done, failed)
 
     def bury(self, done: Callable[[None], None], failed: Callable[[KvxferError], None]) -> None:
-        self.submit(self._cache.bury, done, failed)
+        self.submit(self._ranks.bury, done, failed)
 
     def describe(
         self,
         regions: Sequence[Region],
-        done: Callable[[bytes], None],
+        done: Callable[[list[bytes]], None],
         failed: Callable[[KvxferError], None],
     ) -> None:
-        """The connector's description of registered `regions`, to be told to peers."""
-        self.submit(lambda: self._connector.describe(regions), done, failed)
+        """The connectors' descriptions of registered `regions`, by rank, to be told to peers."""
+        self.submit(lambda: self._ranks.describe(regions), done, failed)
 
     def close_connector(self) -> None:
         """The last job before `stop`; `is_closed` says whether the transport is at rest, so that
@@ -226,42 +219,21 @@ class TransferThread(WorkThread):
 
     def _close(self) -> None:
         try:
-            self._connector.deregister(self._registered)
-            self._registered = ()
             self._is_polling = False
-            self._connector.close()
+            self._ranks.close()
             self.is_closed = True
         except KvxferError as error:
             logger.warning("the connector did not close: %s", error)
 
-    def _grow(self, num_blocks: Sequence[int]) -> Growth:
-        cache = self._cache
-        with ExitStack() as undo:
-            if cache.is_asleep:
-                extension = cache.wake()
-                undo.callback(cache.sleep)
-            else:
-                extension = cache.extend(num_blocks)
-                undo.callback(cache.retract, extension)
-            known = set(self._registered)
-            chunks = [Region(chunk.offset, chunk.size) for chunk in cache.buffer.chunks]
-            added = tuple(region for region in chunks if region not in known)
-            self._connector.register(added)
-            undo.callback(self._connector.deregister, added)
-            registered = self._registered + added
-            update = self._connector.describe(added)
-            growth = Growth(extension, added, update, self._connector.describe(registered))
-            self._registered = registered
-            undo.pop_all()
-        return growth
-
     def idle(self) -> float:
         if not self._is_polling:
             return IDLE_WAIT_S
-        for result in self._connector.poll():
+        for result in self._ranks.poll():
             flight = self._flights.pop(result.ticket)
-            movement = flight.landed(result.error)
-            self.report(partial(flight.ended, movement))
+            flight.num_under_way -= 1
+            flight.error = flight.error or result.error
+            if not flight.num_under_way:
+                self.report(partial(flight.ended, flight.landed()))
         if self._renewals:
             self._renew()
         if self._awaited:

@@ -34,7 +34,7 @@ class Watermarks:
         self._growth = growth
         self._residency = residency
         self._low = options.kv_low_watermark
-        self._high = options.kv_high_watermark
+        self._high = options.kv_high_watermark if engine.size == 1 else 1.0
         self._is_elastic = options.kv_commit == "elastic"
         self._grow_at_s = 0.0
         self._above_since_s = math.inf

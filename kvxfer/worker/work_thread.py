@@ -79,6 +79,8 @@ class WorkThread:
                 if job is None:
                     return
                 self._execute(job)
+        except WorkerDied as error:  # told already, in one line
+            self._reports.put(partial(_raise, error))
         except Exception as error:
             logger.exception("thread %s died", self._thread.name)
             reason = f"thread {self._thread.name} died: {type(error).__name__}: {error}"

@@ -17,6 +17,7 @@ from kvxfer.cache.layout import (
 from kvxfer.cache.spec import GroupKind, KVCacheSpec
 from kvxfer.control import messages as m
 from kvxfer.control import wire
+from kvxfer.control.facts import RankFacts, WorkerFacts
 from kvxfer.errors import WireError
 from kvxfer.transfer.regions import Region
 
@@ -30,13 +31,13 @@ GEOMETRY = CacheGeometry.build(
     [100, 7, 33],
     4096,
 )
-FACTS = m.WorkerFacts(
+FACTS = WorkerFacts(
     role="decode",
     worker_id="decode-0",
     incarnation="ab",
     model="f" * 32,
     geometry=GEOMETRY,
-    base_address=0x7F0000000000,
+    ranks=[RankFacts(0x7F0000000000, bytes(range(256)), [b""])],
     lanes=["nixl/push", "nixl/pull"],
     host="one",
     device_id="",
@@ -44,8 +45,6 @@ FACTS = m.WorkerFacts(
     device="cuda:1",
     regions=[Region(0, 4096), Region(4096, 65536)],
     generation=3,
-    description=bytes(range(256)),
-    invitation=b"",
 )
 STATS = m.TransferStats(1 << 40, 2, 3, 4, 5, 6)
 EXAMPLES = [
@@ -55,7 +54,7 @@ EXAMPLES = [
     m.Reject("model", "a", "b"),
     m.Heartbeat(),
     m.Goodbye("bye"),
-    m.RegionsUpdate(4, [Region(1 << 40, 1)], b"\0\xff"),
+    m.RegionsUpdate(4, [Region(1 << 40, 1)], [b"\0\xff"]),
     m.RegionsAck(4),
     m.Generate("r", [1, 2], 3, m.Sampling(0.5, 0.9, 2**63), [0], "", True),
     m.Cancel("r"),
@@ -65,13 +64,13 @@ EXAMPLES = [
     m.Ready("r", m.Lease("g", [[], [5]], 1.0), 0, 16, [(0, 2), (1, 3)], True),
     m.Taken("r", "g"),
     m.Confirmed("r", "g", 9, None),
-    m.Done("r", "g", 10, 2, 3, STATS, 2**64 - 1),
+    m.Done("r", "g", 10, 2, 4, 3, STATS, 2**64 - 1),
     m.Abort("r", "g", "why"),
     m.Aborted("r", "g"),
     m.Failed("r", "g", "why"),
     m.StatusQuery(),
     m.Status("w", {"i": 1, "f": 0.5, "s": "text"}),
-    m.RegionsRevoke(2, [Region(0, 4096)], b"\0\xff"),
+    m.RegionsRevoke(2, [Region(0, 4096)], [b"\0\xff"]),
     m.RegionsRevoked(2),
     m.Shrink([5, 1], 0.5),
     m.Sleep(0.5),
@@ -326,7 +325,9 @@ def test_messages_have_a_bound_on_either_side():
 
 def test_the_largest_hello_fits():
     regions = [Region(index * 4096, 4096) for index in range(100_000)]
-    facts = msgspec.structs.replace(FACTS, regions=regions, description=bytes(4 << 20))
+    facts = msgspec.structs.replace(
+        FACTS, regions=regions, ranks=[RankFacts(1 << 40, bytes(4 << 20), [])]
+    )
     data = wire.encode(m.Hello(m.WIRE_VERSION, facts))
     assert len(data) < wire.MAX_MESSAGE_BYTES
     assert wire.decode(data).facts.regions == regions

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from kvxfer.cache.layout import CacheGeometry, KVCacheLayout
 from kvxfer.cache.spec import GroupKind, KVCacheSpec
 from kvxfer.control.cache_messages import RegionsRevoke
-from kvxfer.control.messages import RegionsUpdate, WorkerFacts
+from kvxfer.control.facts import RankFacts, WorkerFacts
+from kvxfer.control.messages import RegionsUpdate
 from kvxfer.control.session import Peer, agree
 from kvxfer.errors import HandshakeRejected, RegionError, WireError
 from kvxfer.transfer.connector import Direction
@@ -42,7 +43,7 @@ def make_facts(role, layout="LBHNC", capacity=16, spec=None, more=(), **changes)
         incarnation="1",
         model="m",
         geometry=geometry,
-        base_address=1 << 30,
+        ranks=[RankFacts(1 << 30, b"", [])],
         lanes=LANES,
         host="one",
         tests_lanes=True,
@@ -50,8 +51,6 @@ def make_facts(role, layout="LBHNC", capacity=16, spec=None, more=(), **changes)
         device_id="",
         regions=[Region(0, 4096)],
         generation=1,
-        description=b"",
-        invitation=b"",
     )
     return msgspec.structs.replace(facts, **changes)
 
@@ -128,7 +127,7 @@ def peer():
 
 
 def update(generation, *regions):
-    return RegionsUpdate(generation, list(regions), b"")
+    return RegionsUpdate(generation, list(regions), [b""])
 
 
 def test_updates_add_up_one_generation_after_the_other(peer):
@@ -163,7 +162,7 @@ def test_facts_with_impossible_regions_are_refused(peer):
             peer.learn(make_facts("decode", regions=regions), [NIXL_PULL])
     for address in (-1, 1 << 47, 2**64 - 1):
         with pytest.raises(WireError, match="base address"):
-            peer.learn(make_facts("decode", base_address=address), [NIXL_PULL])
+            peer.learn(make_facts("decode", ranks=[RankFacts(address, b"", [])]), [NIXL_PULL])
     assert (peer.regions, peer.facts) == before
 
 
@@ -185,12 +184,12 @@ def test_what_is_revoked_is_gone_and_names_the_lowest_block(layout):
     peer = Peer("in:00", 0.0)
     peer.learn(msgspec.structs.replace(facts, regions=sorted(regions)), [NIXL_PUSH])
     upper = [region for region in regions if region.offset % stride]
-    assert peer.drop(RegionsRevoke(1, upper, b"")) == [4096 // size]
+    assert peer.drop(RegionsRevoke(1, upper, [b""])) == [4096 // size]
     assert peer.regions.generation == 1
     with pytest.raises(RegionError, match="not registered"):
-        peer.drop(RegionsRevoke(2, upper, b""))
+        peer.drop(RegionsRevoke(2, upper, [b""]))
     lower = list(peer.regions.regions)
-    assert peer.drop(RegionsRevoke(2, lower, b"")) == [0 if lower else geometry.capacity_blocks]
+    assert peer.drop(RegionsRevoke(2, lower, [b""])) == [0 if lower else geometry.capacity_blocks]
     assert peer.regions.regions == ()
 
 
@@ -200,7 +199,7 @@ def test_a_revoked_region_over_several_segments_may_hold_any_block():
     odd = Region(stride - 4096, 8192)
     peer = Peer("in:00", 0.0)
     peer.learn(msgspec.structs.replace(facts, regions=[odd]), [NIXL_PUSH])
-    assert peer.drop(RegionsRevoke(1, [odd], b"")) == [0]
+    assert peer.drop(RegionsRevoke(1, [odd], [b""])) == [0]
 
 
 # --- several groups -------------------------------------------------------------------------------
@@ -295,7 +294,7 @@ def test_what_is_revoked_names_the_lowest_block_of_each_group(layouts, capacity,
     facts = msgspec.structs.replace(make_facts("decode"), geometry=geometry, regions=[region])
     peer = Peer("in:00", 0.0)
     peer.learn(facts, [NIXL_PUSH])
-    found = peer.drop(RegionsRevoke(1, [region], b""))
+    found = peer.drop(RegionsRevoke(1, [region], [b""]))
     for group, lowest in zip(geometry.groups, found, strict=True):
         touched = [
             block
@@ -322,4 +321,64 @@ def test_a_group_that_nothing_was_revoked_of_keeps_all_its_blocks():
         peer.learn(msgspec.structs.replace(facts, regions=regions), [NIXL_PUSH])
         expected = [group.capacity_blocks for group in groups]
         expected[index] = 0
-        assert peer.drop(RegionsRevoke(1, [region], b"")) == expected
+        assert peer.drop(RegionsRevoke(1, [region], [b""])) == expected
+
+
+# --- tensor-parallel ranks ------------------------------------------------------------------------
+
+
+def ranked(role, size, heads, kind=GroupKind.FULL):
+    """Facts of `size` ranks with `heads` KV heads each."""
+    facts = make_facts(role, spec={"num_kv_heads": heads, "kind": kind})
+    ranks = [RankFacts(rank << 30, b"", []) for rank in range(size)]
+    return msgspec.structs.replace(facts, ranks=ranks)
+
+
+@pytest.mark.parametrize("mine", [1, 2, 4])
+@pytest.mark.parametrize("yours", [1, 2, 4])
+def test_any_two_sizes_agree_on_the_heads_of_one_model(mine, yours):
+    ours, theirs = ranked("prefill", mine, 4 // mine), ranked("decode", yours, 4 // yours)
+    assert agree(ours, theirs) == agree(theirs, ours) != []
+
+
+def test_a_latent_is_whole_on_every_rank():
+    assert agree(ranked("prefill", 3, 1, GroupKind.MLA), ranked("decode", 2, 1, GroupKind.MLA))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "field", "told"),
+    [
+        ((1, 4), (3, 1), "tensor_parallel_size", (1, 3)),
+        ((2, 2), (3, 2), "tensor_parallel_size", (2, 3)),
+        ((2, 2), (1, 2), "num_kv_heads", (4, 2)),
+        ((2, 2), (2, 1), "num_kv_heads", (4, 2)),
+        ((1, 2), (0, 2), "tensor_parallel_size", (1, 0)),
+        ((1, 9), (9, 1), "tensor_parallel_size", (1, 9)),
+    ],
+)
+def test_sizes_and_heads_that_do_not_fit_are_named(ours, theirs, field, told):
+    pair = ranked("prefill", *ours), ranked("decode", *theirs)
+    with pytest.raises(HandshakeRejected) as here:
+        agree(*pair)
+    with pytest.raises(HandshakeRejected) as there:
+        agree(*pair[::-1])
+    assert here.value.field == there.value.field == field
+    assert (here.value.ours, here.value.theirs) == told == (there.value.theirs, there.value.ours)
+
+
+def test_a_description_is_needed_of_each_rank():
+    peer = Peer("out:x", 0.0)
+    facts = ranked("decode", 2, 1)
+    peer.learn(facts, [NIXL_PUSH])
+    found = peer.described([b"a", b"b"])
+    assert [(rank.base_address, rank.description) for rank in found] == [(0, b"a"), (1 << 30, b"b")]
+    for wrong in ([], [b"a"], [b"a"] * 3):
+        with pytest.raises(WireError, match=f"{len(wrong)} descriptions for 2 ranks"):
+            peer.described(wrong)
+
+
+def test_a_wrong_base_address_of_any_rank_is_refused():
+    facts = ranked("decode", 2, 1)
+    facts.ranks[1] = RankFacts(-1, b"", [])
+    with pytest.raises(WireError, match="base address"):
+        Peer("out:x", 0.0).learn(facts, [NIXL_PUSH])

@@ -108,6 +108,7 @@ def test_port_in_use(module: str) -> None:
         ("--lane", "both"),
         ("--block-size", "0"),
         ("--threads", "-1"),
+        ("--tensor-parallel-size", "0"),
         ("--kv-cache-memory-bytes", "-5"),
         ("--request-timeout-s", "0"),
         ("--max-num-batched-tokens", "100"),

@@ -4,69 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.commands import KVXFER, ROOT, TINY_MODEL, run
-from support.running import wait_until
+from support.by_hand import HandStarted, hand_started
+from support.commands import KVXFER, TINY_MODEL, run
 
 from kvxfer.control.cache_messages import Defragment, Sleep, WakeUp
 from kvxfer.control.channel import Channel
 from kvxfer.control.messages import WIRE_VERSION, Hello, Reject
 from kvxfer.model.tokenizer import Tokenizer
 from kvxfer.serve.router import Router
-
-SMALL = ("--memory-budget-bytes", str(1 << 30), "--kv-commit", "elastic")
-
-
-class HandStarted:
-    """A worker process whose log is read for where it listens."""
-
-    def __init__(self, role: str, log: Path, *options: str, model: Path = TINY_MODEL) -> None:
-        self.log = log
-        command = [sys.executable, "-m", role, "--model", str(model), *SMALL, *options]
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-            )
-
-    @property
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    @property
-    def address(self) -> str:
-        wait_until(lambda: "listens on" in self.text, 30, "listening")
-        return self.text.split("listens on ")[1].split()[0]
-
-    def wait_for(self, text: str, timeout_s: float = 60) -> None:
-        def seen() -> bool:
-            assert text in self.text or self.process.poll() is None, self.text
-            return text in self.text
-
-        wait_until(seen, timeout_s, text)
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGINT)
-        return self.process.wait(timeout=10)
-
-
-@contextmanager
-def hand_started(*arguments: str | Path, model: Path = TINY_MODEL) -> Iterator[HandStarted]:
-    role, log, *options = arguments
-    worker = HandStarted(str(role), Path(log), *map(str, options), model=model)
-    try:
-        yield worker
-    finally:
-        if worker.process.poll() is None:
-            worker.process.kill()
-        worker.process.wait(timeout=10)
 
 
 @pytest.fixture(scope="module")

@@ -249,7 +249,7 @@ def test_a_grant_in_memory_that_was_revoked_is_given_up(cluster):
     ask(wire)
     cluster.until(lambda: prefill.role.status()["jobs"] == 1)
     chunks = wire.regions.regions
-    wire.send(RegionsRevoke(1, list(chunks), wire.connector.describe([])))
+    wire.send(RegionsRevoke(1, list(chunks), [wire.connector.describe([])]))
     cluster.until(lambda: bool(wire.of(RegionsRevoked)))
     assert prefill.peers.ready()[0].regions.regions == ()
     prefill.runner.release()

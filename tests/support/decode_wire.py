@@ -30,7 +30,8 @@ def greet(cluster: Cluster, wire: WirePeer) -> None:
     cluster.until(lambda: wire.says(wire.hello()))
     cluster.until(lambda: len(wire.of(Welcome)) > known)
     facts = wire.of(Welcome)[-1].facts
-    wire.connector.connect(facts.worker_id, facts.base_address, facts.description)
+    (rank,) = facts.ranks
+    wire.connector.connect(facts.worker_id, rank.base_address, rank.description)
 
 
 def ask(

@@ -34,7 +34,7 @@ def meet(cluster: Cluster, lane: str, **options: Any) -> tuple[WirePeer, Worker]
     cluster.until(lambda: bool(wire.of(Hello)))
     hello = wire.of(Hello)[0].facts
     wire.send(wire.welcome(lane))
-    wire.connector.connect("decode", hello.base_address, hello.description)
+    wire.connector.connect("decode", hello.ranks[0].base_address, hello.ranks[0].description)
     cluster.until(lambda: bool(decode.peers.ready()))
     return wire, decode
 
@@ -55,6 +55,7 @@ def done(asked: PrefillRequest, **changes: Any) -> Done:
         "grant_id": asked.grant.grant_id,
         "num_tokens": NUM_TOKENS,
         "num_layers": LAYERS,
+        "num_ranks": 1,
         "first_token": 7,
         "transfer": TransferStats(),
         "digest": None,

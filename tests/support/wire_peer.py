@@ -10,15 +10,8 @@ from support.workers import Worker, make_engine, make_options
 from kvxfer.cache.kv_cache import KVCache
 from kvxfer.control.cache_messages import RegionsRevoke, RegionsRevoked
 from kvxfer.control.channel import Channel
-from kvxfer.control.messages import (
-    WIRE_VERSION,
-    Hello,
-    Message,
-    RegionsAck,
-    RegionsUpdate,
-    Welcome,
-    WorkerFacts,
-)
+from kvxfer.control.facts import RankFacts, WorkerFacts
+from kvxfer.control.messages import WIRE_VERSION, Hello, Message, RegionsAck, RegionsUpdate, Welcome
 from kvxfer.errors import ControlError
 from kvxfer.memory.limits import host_identity
 from kvxfer.transfer.connector import Connector
@@ -63,6 +56,7 @@ class WirePeer:
         return self.channel.address
 
     def facts(self, **changes: Any) -> WorkerFacts:
+        """`changes` are fields of WorkerFacts, or of its one RankFacts."""
         regions = list(self.regions.regions)
         known: dict[str, Any] = {
             "role": self.role,
@@ -70,7 +64,7 @@ class WirePeer:
             "incarnation": self.incarnation,
             "model": self.engine.info.fingerprint,
             "geometry": self.cache.geometry,
-            "base_address": self.cache.buffer.base_address,
+            "ranks": [self._rank(regions, changes)],
             "lanes": [str(lane) for lane in offered(self.connectors, self.options.lane)],
             "host": host_identity(),
             "device": "cpu",
@@ -78,10 +72,16 @@ class WirePeer:
             "tests_lanes": self.options.lane_test,
             "regions": regions,
             "generation": self.regions.generation,
-            "description": self.engine.connector.describe(regions),
-            "invitation": self.engine.connector.invite(),
         }
         return WorkerFacts(**known | changes)
+
+    def _rank(self, regions: list[Region], changes: dict[str, Any]) -> RankFacts:
+        known: dict[str, Any] = {
+            "base_address": self.cache.buffer.base_address,
+            "description": self.engine.connector.describe(regions),
+            "invitations": [self.engine.connector.invite()],
+        }
+        return RankFacts(**{name: changes.pop(name, value) for name, value in known.items()})
 
     def dial(self, worker: Worker) -> None:
         self.key = self.channel.dial(worker.address)

@@ -33,6 +33,7 @@ from kvxfer.worker.engine import Engine
 from kvxfer.worker.loop import ControlLoop
 from kvxfer.worker.mailbox import Mailbox
 from kvxfer.worker.peers import PeerTable
+from kvxfer.worker.rank_transfer import RankTransfer
 from kvxfer.worker.transfer_thread import TransferThread
 from prefill.worker import PrefillWorker
 
@@ -101,13 +102,15 @@ def make_engine(
     window = MemoryWindow(cache.buffer.base_address, geometry.total_bytes, "cpu", cache.buffer)
     transport = SlowLoopback(f"{options.worker_id}.{incarnation}", window)
     initiates = Direction.PULL if role == "decode" else Direction.PUSH
+    connector = MultiConnector({"loopback": transport}, initiates)
     return Engine(
         options=options,
         info=make_info(fingerprint),
         runner=NullRunner(specs, cache.views),  # type: ignore[arg-type]
         driver=driver,
         cache=cache,
-        connector=MultiConnector({"loopback": transport}, initiates),
+        connector=connector,
+        transfer=RankTransfer(connector, cache),
         pools=BlockPools(len(specs)),
         account=account_as_given(0, WarmUp(0, 0, 0, 0), 0),
         budget=CacheBudget(geometry, kv_bytes, options.max_num_batched_tokens),

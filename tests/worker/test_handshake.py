@@ -161,7 +161,7 @@ def test_regions_that_cannot_be_are_refused_in_an_update(cluster, kind):
     seen = Events(prefill)
     wire.send(wire.hello())
     cluster.until(answers(wire, "Welcome"))
-    wire.send(RegionsUpdate(2, bad_regions(wire, kind), b""))
+    wire.send(RegionsUpdate(2, bad_regions(wire, kind), [b""]))
     cluster.until(lambda: bool(seen.lost))
     assert prefill.peers.ready() == []
 
@@ -172,7 +172,7 @@ def test_a_gap_in_the_generations_costs_the_session(cluster, generation):
     seen = Events(prefill)
     wire.send(wire.hello())
     cluster.until(answers(wire, "Welcome"))
-    wire.send(RegionsUpdate(generation, [], wire.connector.describe([])))
+    wire.send(RegionsUpdate(generation, [], [wire.connector.describe([])]))
     cluster.until(lambda: bool(seen.lost))
     wire.send(wire.hello())
     cluster.until(answers(wire, "Welcome", 2))

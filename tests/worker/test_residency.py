@@ -391,7 +391,7 @@ def test_memory_is_released_only_when_the_peer_has_let_go(cluster):
     released = sum(region.size for region in revoke.regions)
     assert decode.cache.committed_bytes == before - released
     wire.connector.disconnect("decode")
-    wire.connector.connect("decode", decode.cache.buffer.base_address, revoke.description)
+    wire.connector.connect("decode", decode.cache.buffer.base_address, revoke.descriptions[0])
     decode.check_conserved()
 
 
@@ -422,7 +422,7 @@ def test_a_transfer_of_a_lost_peer_ends_in_an_error(cluster, monkeypatch):
 
     wire, decode = lose_at(cluster, monkeypatch)
     facts = [m for m in wire.received if isinstance(m, RegionsUpdate)][-1]
-    wire.connector.connect("decode", decode.cache.buffer.base_address, facts.description)
+    wire.connector.connect("decode", decode.cache.buffer.base_address, facts.descriptions[0])
     target = facts.regions[0]
     asked(cluster, decode, "shrink", [10], 5.0)
     column = [np.array([value]) for value in (wire.regions.regions[0].offset, target.offset, 64)]
@@ -576,7 +576,7 @@ def test_a_read_of_what_was_revoked_proves_nothing(cluster):
     sent, request = granted(cluster, wire, decode)
     wire.send(ready(request, stop=4, final=False))
     cluster.until(lambda: decode.connector.num_submitted > 0)
-    revoke = RegionsRevoke(1, list(wire.regions.regions), wire.connector.describe([]))
+    revoke = RegionsRevoke(1, list(wire.regions.regions), [wire.connector.describe([])])
     wire.send(revoke)
     cluster.until(lambda: sent.finished is not None)
     assert "revoked memory that it had leased" in sent.finished.error
@@ -590,7 +590,7 @@ def test_a_revocation_of_what_a_peer_does_not_have_costs_its_session(cluster):
     wire, decode = meet_prefill(cluster, "push", **ELASTIC, on_peer_loss="wait")
     lost = []
     decode.peers.on_lost = lambda peer, reason: lost.append(reason)
-    wire.send(RegionsRevoke(1, [Region(0, 64)], b""))
+    wire.send(RegionsRevoke(1, [Region(0, 64)], [b""]))
     cluster.until(lambda: bool(lost))
     assert "is not registered" in lost[0]
     assert wire.of(RegionsRevoked) == []

@@ -7,10 +7,12 @@ import pytest
 from support.fixtures import num_open_files
 from support.workers import make_engine, make_options
 
+from kvxfer.control.facts import RankFacts
 from kvxfer.errors import ConnectorError, OutOfMemory
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.lanes import Lane
 from kvxfer.transfer.plan import CacheSide, plan_transfer
+from kvxfer.transfer.rank_plans import RankMove
 from kvxfer.transfer.regions import Region, RegionSet
 from kvxfer.worker.mailbox import Mailbox
 from kvxfer.worker.stats import add_movement
@@ -26,7 +28,7 @@ class Side:
         self.name = name
         self.engine = make_engine(make_options("prefill", worker_id=name), "1", **engine)
         self.reports = Mailbox()
-        self.thread = TransferThread(self.engine.connector, self.engine.cache, self.reports)
+        self.thread = TransferThread(self.engine.transfer, self.reports)
         self.thread.start()
         self.regions = RegionSet()
 
@@ -83,9 +85,7 @@ def pair(make_side):
         connected = []
         side.thread.connect(
             other.name,
-            other.engine.cache.buffer.base_address,
-            growth.description,
-            b"",
+            [RankFacts(other.engine.cache.buffer.base_address, growth.descriptions[0], [])],
             lambda _, done=connected: done.append(True),
             connected.append,
         )
@@ -219,7 +219,8 @@ def test_a_damaged_description_is_told_and_harms_nothing(pair):
     left, right = pair
     told, ended = [], []
     scribble = msgspec.msgpack.encode({"loopback": b"nonsense"})
-    left.thread.connect("right", 0, scribble, b"", told.append, lambda e: told.append(str(e)))
+    ranks = [RankFacts(0, scribble, [])]
+    left.thread.connect("right", ranks, told.append, lambda e: told.append(str(e)))
     left.until(lambda: bool(told))
     assert "shorter than its header" in told[0]
     left.thread.move("right", PUSH, plan_between(left, right), ended.append)
@@ -249,17 +250,81 @@ def test_movements_add_up():
     )
 
 
+# --- peers of several ranks -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def three(make_side):
+    """A worker, and two that it takes for the ranks of one peer."""
+    left, first, second = (make_side(name) for name in ("left", "first", "second"))
+    growths = [side.grow(16) for side in (left, first, second)]
+    for side, growth in zip((left, first, second), growths, strict=True):
+        side.regions = RegionSet().add(growth.regions)
+    ranks = [
+        RankFacts(side.engine.cache.buffer.base_address, growth.descriptions[0], [])
+        for side, growth in zip((first, second), growths[1:], strict=True)
+    ]
+    told = []
+    left.thread.connect("peer", ranks, told.append, told.append)
+    left.until(lambda: bool(told))
+    assert told == [{"loopback"}]
+    return left, first, second
+
+
+def moves_to(left, *ranks):
+    return [RankMove(0, rank, plan_between(left, side)) for rank, side in enumerate(ranks)]
+
+
+def test_a_piece_has_arrived_when_it_is_in_all_ranks(three):
+    left, first, second = three
+    for view in left.engine.cache.views[0]:
+        view[[1, 5, 3]] = 7.0
+    moves, ended = moves_to(left, first, second), []
+    left.thread.move_ranks("peer", PUSH, moves, ended.append)
+    left.until(lambda: bool(ended))
+    (movement,) = ended
+    assert movement.error is None
+    assert movement.num_bytes == sum(move.plan.total_bytes for move in moves)
+    for side in (first, second):
+        assert all(bool((view[[1, 5, 3]] == 7.0).all()) for view in side.engine.cache.views[0])
+
+
+def test_an_error_in_one_rank_is_told_once_the_others_are_at_rest(three):
+    left, first, second = three
+    transport = left.engine.connector.connectors["loopback"]
+    transport.moving.clear()
+    moves, ended = moves_to(left, first, second), []
+    moves[1] = RankMove(0, 7, moves[1].plan)
+    left.thread.move_ranks("peer", PUSH, moves, ended.append)
+    left.until(lambda: transport.num_submitted == 2)
+    time.sleep(0.02)
+    left.until(lambda: True)
+    assert ended == [], "the first rank's blocks are being written"
+    transport.moving.set()
+    left.until(lambda: bool(ended))
+    assert "peer#7" in ended[0].error
+
+
+def test_every_rank_of_a_lost_peer_is_forgotten(three):
+    left, first, second = three
+    left.thread.disconnect("peer", lambda error: None)
+    ended = []
+    for move in moves_to(left, first, second):
+        left.thread.move_ranks("peer", PUSH, [move], ended.append)
+    left.until(lambda: len(ended) == 2)
+    assert all(movement.error for movement in ended)
+
+
 # --- a peer that revoked regions ------------------------------------------------------------------
 
 
 def renewed(left, right, regions=None):
     """Ask `left` to learn `right` afresh; the list gets True, or the error's text."""
     told = right.regions.regions if regions is None else regions
-    found = []
+    found, described = [], right.engine.connector.describe(told)
     left.thread.renew(
         "right",
-        right.engine.cache.buffer.base_address,
-        right.engine.connector.describe(told),
+        [RankFacts(right.engine.cache.buffer.base_address, described, [])],
         lambda _: found.append(True),
         lambda error: found.append(str(error)),
     )

@@ -1,0 +1,132 @@
+"""The hand-over of one piece of KV between two workers of any tensor-parallel sizes: a move for
+each pair of ranks that have heads in common. Pure.
+
+    prefill of 1          decode of 2           block ids are the same on all ranks of a worker;
+    rank 0: heads 0, 1 ──▶ rank 0: head 0       what differs between two pairs is the heads
+                     └───▶ rank 1: head 1
+
+Every destination rank gets each of its heads from exactly one source (`transfer.shards`). That the
+moves of a piece bring every byte of it is checked by their sizes, which count from the boxes and
+not from the heads: `plan_ranks` returns moves that cover the piece, or raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvxfer.cache.layout import CacheGeometry
+from kvxfer.cache.spec import GroupKind, KVCacheSpec
+from kvxfer.errors import PlanError
+from kvxfer.transfer.plan import CacheSide, TransferPlan, plan_groups
+from kvxfer.transfer.regions import RegionSet
+from kvxfer.transfer.shards import head_range, sources_of
+from kvxfer.transfer.sides import cache_sides
+
+Blocks = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class RankMove:
+    """What moves from one rank of the source to one of the destination. Offsets are relative to
+    the bases of these two ranks' caches."""
+
+    src_rank: int
+    dst_rank: int
+    plan: TransferPlan
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSide:
+    """One worker's end of a prompt's hand-over; all of its ranks have this geometry, these
+    regions, and these blocks."""
+
+    geometry: CacheGeometry
+    """Of one rank: its share of the heads."""
+    size: int
+    """Ranks."""
+    regions: RegionSet
+    blocks: Blocks
+    """As `transfer.sides.cache_sides` wants them."""
+
+    def held(self, rank: int, totals: Sequence[int]) -> list[range]:
+        return [head_range(rank, self.size, total) for total in totals]
+
+    def of_rank(
+        self, rank: int, totals: Sequence[int], moved: Sequence[range], num_prompt: int
+    ) -> list[CacheSide]:
+        """Group by group, of which the heads `moved` take part."""
+        held = self.held(rank, totals)
+        return cache_sides(self.geometry, self.regions, self.blocks, num_prompt, held, moved)
+
+
+def total_heads(spec: KVCacheSpec, size: int) -> int:
+    """KV heads of the model, of which each of `size` ranks holds those of `spec`. All ranks hold
+    the one latent of an MLA group."""
+    return 1 if spec.kind is GroupKind.MLA else spec.num_kv_heads * size
+
+
+def plan_ranks(
+    source: WorkerSide,
+    target: WorkerSide,
+    num_prompt: int,
+    tokens: Sequence[range],
+    layers: Sequence[range],
+) -> list[RankMove]:
+    """The moves that bring `tokens` of `layers`, group by group, to every rank of `target`; by
+    destination rank, then by source rank.
+
+    Raises PlanError as `plan_groups`, where heads and sizes do not fit, and where the moves would
+    not bring every byte; RegionError where one lies in no region.
+    """
+    totals = [total_heads(spec, source.size) for spec in source.geometry.specs]
+    moves = []
+    for dst_rank in range(target.size):
+        expected = _expected(dst_rank, target.size, source.size, totals)
+        mine = [
+            RankMove(
+                src_rank,
+                dst_rank,
+                plan_groups(
+                    source.of_rank(src_rank, totals, heads, num_prompt),
+                    target.of_rank(dst_rank, totals, heads, num_prompt),
+                    tokens,
+                    layers,
+                ),
+            )
+            for src_rank, heads in sorted(expected.items())
+        ]
+        _check_covered(mine, target.geometry.specs, tokens, layers, dst_rank)
+        moves += mine
+    return [move for move in moves if move.plan.boxes] or moves[:1]
+
+
+def _expected(
+    dst_rank: int, dst_size: int, src_size: int, totals: Sequence[int]
+) -> dict[int, list[range]]:
+    """By source rank the heads, group by group, that a destination rank gets from it; empty ranges
+    where it gets none of a group."""
+    found: dict[int, list[range]] = {}
+    for group, total in enumerate(totals):
+        for src_rank, heads in sources_of(dst_rank, dst_size, src_size, total):
+            nothing = [range(0)] * len(totals)
+            found.setdefault(src_rank, nothing)[group] = heads
+    return found
+
+
+def _check_covered(
+    moves: Sequence[RankMove],
+    specs: Sequence[KVCacheSpec],
+    tokens: Sequence[range],
+    layers: Sequence[range],
+    dst_rank: int,
+) -> None:
+    """A destination byte comes twice in no plan, and each head from one source: where the sums are
+    equal, every byte comes once."""
+    planned = sum(move.plan.total_bytes for move in moves)
+    expected = sum(
+        len(moved) * len(some) * spec.num_kv_heads * spec.content_dim * spec.itemsize
+        for spec, moved, some in zip(specs, tokens, layers, strict=True)
+    )
+    if planned != expected:
+        raise PlanError(f"rank {dst_rank} would get {planned} bytes of {expected}")
