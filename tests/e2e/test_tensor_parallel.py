@@ -135,8 +135,8 @@ CASES = [
     pytest.param(2, 2, "push", "nixl", id="2 to 2, pushed", marks=pytest.mark.slow),
     pytest.param(2, 1, "push", "nixl", id="2 to 1, pushed", marks=pytest.mark.slow),
     pytest.param(1, 2, "pull", "nixl", id="1 to 2, pulled", marks=pytest.mark.slow),
-    pytest.param(2, 2, "pull", "peer", id="2 to 2, peer", marks=pytest.mark.slow),
-    pytest.param(2, 1, "push", "peer", id="2 to 1, peer", marks=pytest.mark.slow),
+    pytest.param(2, 2, "pull", "peer,nixl", id="2 to 2, peer", marks=pytest.mark.slow),
+    pytest.param(1, 2, "auto", "peer,nixl", id="1 to 2, peer", marks=pytest.mark.slow),
 ]
 
 
@@ -152,6 +152,8 @@ def test_tokens_are_those_of_a_single_process(
             assert [one.tokens for one in first] == expected
             assert [one.num_bytes for one in first] == [TOKEN_BYTES * n for n in lengths()]
             assert "generation 2" in both.decode.text, "it grew under way"
+            direction = "pull" if "peer" in connector else lane
+            assert f"lane: {connector.split(',')[0]}/{direction}" in both.decode.text
             if decode > 1:
                 (backend,) = router.connect([both.decode.address], 30)
                 refused = router.manage(backend, Sleep(timeout_s=1), 30)
