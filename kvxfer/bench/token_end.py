@@ -21,6 +21,7 @@ from kvxfer.bench.token_load import DecodeLoad, Load, PrefillLoad
 from kvxfer.bench.token_phase import EngineContact, EngineSetup, Phase, Sample, gaps_within
 from kvxfer.bench.transfer_fill import clear, fill, is_filled
 from kvxfer.config import WorkerOptions, resolve
+from kvxfer.control.facts import RankFacts
 from kvxfer.errors import KvxferError, UsageError
 from kvxfer.memory.limits import host_identity
 from kvxfer.transfer.connector import Direction
@@ -105,9 +106,9 @@ class EngineEnd:
     def connect(self, peer: EngineContact) -> frozenset[str]:
         """Which connectors of ours may start transfers with `peer` now."""
         self._peer = peer
-        told = PEER, peer.base_address, peer.description, peer.invitation
+        ranks = [RankFacts(peer.base_address, peer.description, [peer.invitation])]
         try:
-            return self._host.result_of(partial(self._host.transfer.connect, *told))
+            return self._host.result_of(partial(self._host.transfer.connect, PEER, ranks))
         except KvxferError as error:
             self._host.say(f"no transfers are started here: {error}")
             return frozenset()

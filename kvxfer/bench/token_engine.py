@@ -20,7 +20,8 @@ from kvxfer.transfer.connector import Direction, load_connectors
 from kvxfer.transfer.regions import RegionSet
 from kvxfer.worker.engine import Engine, start_engine
 from kvxfer.worker.mailbox import Mailbox
-from kvxfer.worker.transfer_thread import Growth, TransferThread
+from kvxfer.worker.rank_transfer import Growth
+from kvxfer.worker.transfer_thread import BUSY_WAIT_S, GPU_BUSY_WAIT_S, TransferThread
 from kvxfer.worker.work_thread import Report, WorkThread
 
 T = TypeVar("T")
@@ -51,15 +52,16 @@ class EngineHost:
         self._reports: Mailbox[Report] = Mailbox()
         undo.callback(self._reports.close)
         enter = self.engine.enter_thread
+        on_gpu = self.engine.driver.device != "cpu"
         self.transfer = TransferThread(
-            self.engine.connector, self.engine.cache, self._reports, enter
+            self.engine.transfer, self._reports, enter, GPU_BUSY_WAIT_S if on_gpu else BUSY_WAIT_S
         )
         self.model = WorkThread("model", self._reports, enter)
         undo.callback(self._stop)
         self.transfer.start()
         self.model.start()
         growth: Growth = self.result_of(partial(self.transfer.grow, self.engine.initial_blocks))
-        self.description = growth.description
+        (self.description,) = growth.descriptions
         self.regions = RegionSet(tuple(sorted(growth.regions)), 1)
 
     @property

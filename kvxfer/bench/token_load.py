@@ -10,8 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from kvxfer.cache.table import BlockTable
-from kvxfer.model.runner import ModelRunner, SequenceStep
+from kvxfer.model.runner import SequenceStep
 from kvxfer.model.sampling import SampleSpec
+from kvxfer.worker.start import Runner
 
 
 class Load(ABC):
@@ -29,7 +30,7 @@ class Load(ABC):
 class PrefillLoad(Load):
     """The first chunk of a prompt."""
 
-    def __init__(self, runner: ModelRunner, blocks: Sequence[int], tokens: Sequence[int]) -> None:
+    def __init__(self, runner: Runner, blocks: Sequence[int], tokens: Sequence[int]) -> None:
         self._runner = runner
         self._step = SequenceStep(tokens, 0, [BlockTable(blocks)], SampleSpec())
 
@@ -47,7 +48,7 @@ class DecodeLoad(Load):
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Runner,
         blocks: Sequence[Sequence[int]],
         prompts: Sequence[Sequence[int]],
         chunk_tokens: int,
@@ -80,7 +81,7 @@ class DecodeLoad(Load):
 
 
 def _prefill(
-    runner: ModelRunner, table: list[BlockTable], prompt: Sequence[int], chunk_tokens: int
+    runner: Runner, table: list[BlockTable], prompt: Sequence[int], chunk_tokens: int
 ) -> int:
     token: int | None = None
     for start in range(0, len(prompt), chunk_tokens):

@@ -232,8 +232,9 @@ class ModelRunner:
         start, which the token follows.
 
         On return the KV is in memory. `on_written` is told of each layer before, when all that
-        writes its KV was given to the device, in the layers' order; not with an encoder. Raises UsageError for a token outside the vocabulary,
-        ModelError for a step that the model or its block tables cannot hold; nothing was written.
+        writes its KV was given to the device, in the layers' order; not with an encoder. Raises
+        UsageError for a token outside the vocabulary, ModelError for a step that the model or its
+        block tables cannot hold; nothing was written.
         ModelOutOfMemory when its own allocations fail: it may be tried again.
         """
         if step.num_encoder_tokens:

@@ -70,6 +70,7 @@ class TransferThread(WorkThread):
         ranks: WorkerTransfer,
         reports: Mailbox[Report],
         begin: Callable[[], None] = lambda: None,
+        busy_wait_s: float = BUSY_WAIT_S,
     ) -> None:
         super().__init__("transfer", reports, begin)
         self._ranks = ranks
@@ -78,8 +79,7 @@ class TransferThread(WorkThread):
         """Peers that are to be learnt afresh: that, and the moves that wait for it, in order."""
         self._awaited: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self._is_polling = True
-        on_gpu = cache.buffer.device != "cpu"
-        self._busy_wait_s = GPU_BUSY_WAIT_S if on_gpu else BUSY_WAIT_S
+        self._busy_wait_s = busy_wait_s
         self.is_closed = False
         self.serving = False
         """Set by the control thread while a peer may be moving bytes of ours."""
@@ -238,7 +238,8 @@ class TransferThread(WorkThread):
             self._renew()
         if self._awaited:
             self._look_again()
-        if self._flights or self._renewals or self._awaited or self._connector.is_busy:
+        waited_for = any(one.is_busy for one in self._ranks.connectors.values())
+        if self._flights or self._renewals or self._awaited or waited_for:
             return self._busy_wait_s
         return SERVING_WAIT_S if self.serving else IDLE_WAIT_S
 
