@@ -28,8 +28,10 @@ from kvxfer.transfer.pattern import check_pattern, erase
 from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.lane_report import LaneReport
 from kvxfer.worker.lane_trial import (
+    LONG_NS,
     NUM_TRANSFERS,
     first_group,
+    first_tokens,
     num_tokens,
     trial_plan,
     trial_seed,
@@ -52,6 +54,10 @@ class _Trial:
     deadline_s: float
     lanes: list[Lane]
     """Not tried yet."""
+    fallback: Lane
+    """Where none can be tried out in time."""
+    tokens: int = 0
+    """Being moved: the first few, or all."""
     source: list[int] = field(default_factory=list)
     """Prefill's blocks with the pattern."""
     lane: Lane | None = None
@@ -99,7 +105,7 @@ class LaneTrials:
         needed = [tokens // ours.spec.block_size, *[0] * (len(pools.groups) - 1)]
         deadline_s = time.monotonic() + TRIAL_TIMEOUT_S
         trial = _Trial(
-            peer, secrets.token_hex(8), tokens, pools.allocate(needed), deadline_s, lanes
+            peer, secrets.token_hex(8), tokens, pools.allocate(needed), deadline_s, lanes, lanes[0]
         )
         self._trials[peer.key] = trial
         message = LaneTrial(trial.trial_id, tokens, trial.blocks[0])
@@ -125,7 +131,7 @@ class LaneTrials:
             return
         if not ready.blocks:
             self._end(trial)
-            self._choose_untried(trial.peer, trial.lanes[0], f"none are free at {trial.peer.name}")
+            self._choose_untried(trial.peer, trial.fallback, f"not now, says {trial.peer.name}")
             return
         assert trial.peer.facts is not None
         theirs = trial.peer.facts.geometry.groups[0]
@@ -154,6 +160,9 @@ class LaneTrials:
             return
         trial.lane = trial.lanes.pop(0)
         trial.times_ns = []
+        assert trial.peer.facts is not None
+        theirs = trial.peer.facts.geometry.groups[0]
+        trial.tokens = first_tokens(first_group(self._parts), theirs, trial.num_tokens)
         self._on_blocks(trial, erase, lambda _: self._move(trial))
 
     def _move(self, trial: _Trial) -> None:
@@ -161,11 +170,11 @@ class LaneTrials:
         assert lane is not None
         if lane.direction is Direction.PUSH:
             trial.is_written = True
-            self._parts.peers.send(peer.key, LanePush(trial.trial_id, str(lane)))
+            self._parts.peers.send(peer.key, LanePush(trial.trial_id, str(lane), trial.tokens))
             return
         target = first_group(self._parts), self._parts.growth.regions, trial.blocks[0]
         try:
-            plan = trial_plan(target, peer, trial.source, trial.num_tokens, from_peer=True)
+            plan = trial_plan(target, peer, trial.source, trial.tokens, from_peer=True)
         except KvxferError as error:
             self._moved(trial, 0, str(error))
             return
@@ -188,7 +197,13 @@ class LaneTrials:
             self._next(trial)
             return
         trial.times_ns.append(elapsed_ns)
-        if lane.direction is Direction.PULL and len(trial.times_ns) < NUM_TRANSFERS:
+        is_long = elapsed_ns * trial.num_tokens > LONG_NS * trial.tokens
+        if trial.tokens < trial.num_tokens and not is_long:
+            trial.tokens, trial.times_ns = trial.num_tokens, []
+            self._move(trial)
+            return
+        is_one_of_many = lane.direction is Direction.PULL and elapsed_ns < LONG_NS
+        if is_one_of_many and len(trial.times_ns) < NUM_TRANSFERS:
             self._move(trial)
             return
         seed = trial_seed(trial.trial_id)
@@ -198,7 +213,7 @@ class LaneTrials:
     def _checked(self, trial: _Trial, lane: Lane, is_right: object) -> None:
         if is_right:
             spec = first_group(self._parts).spec
-            num_bytes = trial.num_tokens // spec.block_size * spec.block_bytes
+            num_bytes = trial.tokens // spec.block_size * spec.block_bytes
             trial.gbps[lane] = num_bytes / max(1, min(trial.times_ns))
         else:
             trial.errors[lane] = "it delivered wrong bytes"
@@ -222,7 +237,8 @@ class LaneTrials:
             reported(None)
             self._parts.peers.lose(trial.peer.key, f"lane trial: {error}")
 
-        call = partial(work, engine.cache.views[0], trial.blocks[0])
+        block_size = engine.cache.geometry.groups[0].spec.block_size
+        call = partial(work, engine.cache.views[0], trial.blocks[0][: trial.tokens // block_size])
         self._parts.transfer.submit(lambda: engine.on_device(call), reported, failed)
 
     # --- the end ------------------------------------------------------------------------------
@@ -237,7 +253,7 @@ class LaneTrials:
             reason = "; ".join(f"{one}: {error}" for one, error in trial.errors.items())
             self._parts.peers.lose(peer.key, f"no lane works: {reason or 'none was tried in time'}")
             return
-        self._report.tell(peer, lane, trial.gbps, trial.num_tokens)
+        self._report.tell(peer, lane, trial.gbps, trial.tokens)
         gbps, least = trial.gbps[lane], self._parts.options.min_lane_gbps
         if gbps < least:
             raise HandshakeRejected("min_lane_gbps", f"{least:g}", f"{gbps:.3g} by {lane}")
@@ -249,7 +265,11 @@ class LaneTrials:
             if time.monotonic() > trial.deadline_s:
                 waits_for = f"lane {trial.lane}" if trial.lane else "the pattern"
                 logger.warning("lane trial with %s: no end of %s", trial.peer.name, waits_for)
-                self._choose(trial)
+                if trial.gbps or trial.errors:
+                    self._choose(trial)
+                else:
+                    self._end(trial)
+                    self._choose_untried(trial.peer, trial.fallback, "none ended in time")
 
     def lost(self, peer: Peer) -> None:
         trial = self._trials.get(peer.key)

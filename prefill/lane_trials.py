@@ -16,7 +16,14 @@ from kvxfer.transfer.lanes import Lane
 from kvxfer.transfer.pattern import write_pattern
 from kvxfer.transfer.plan import TransferPlan
 from kvxfer.worker.assembly import WorkerParts
-from kvxfer.worker.lane_trial import NUM_TRANSFERS, first_group, trial_plan, trial_seed, why_not
+from kvxfer.worker.lane_trial import (
+    LONG_NS,
+    NUM_TRANSFERS,
+    first_group,
+    trial_plan,
+    trial_seed,
+    why_not,
+)
 from kvxfer.worker.transfer_thread import Movement
 
 logger = logging.getLogger(__name__)
@@ -56,12 +63,11 @@ class LaneTrialServer:
         if wrong:
             raise WireError(f"LaneTrial: {wrong}")
         self.lost(peer)
-        if key in self._trials:
-            raise WireError("LaneTrial while a push of the one before is under way")
         pools = self._parts.engine.pools
         needed = [0] * len(self._parts.engine.specs)
         needed[0] = message.num_tokens // geometry.spec.block_size
-        if self._parts.residency.refusal or not pools.can_allocate(needed):
+        is_pushing = key in self._trials  # for the trial before, on a slow lane
+        if is_pushing or self._parts.residency.refusal or not pools.can_allocate(needed):
             self._parts.peers.send(key, LaneReady(message.trial_id, []))
             return
         trial = _Trial(message, pools.allocate(needed))
@@ -92,9 +98,12 @@ class LaneTrialServer:
         lane = Lane.parse(message.lane)
         if lane.direction is not Direction.PUSH or lane not in peer.lanes:
             raise WireError(f"LanePush by {lane}, which is no lane of this pair")
+        tokens = message.num_tokens
+        if not 0 < tokens <= trial.message.num_tokens:
+            raise WireError(f"LanePush of {tokens} of {trial.message.num_tokens} tokens")
         source = (first_group(self._parts), self._parts.growth.regions, trial.blocks[0])
         try:
-            plan = trial_plan(source, peer, trial.message.blocks, trial.message.num_tokens)
+            plan = trial_plan(source, peer, trial.message.blocks, tokens)
         except KvxferError as error:
             self._answer(key, message, 0, str(error))
             return
@@ -112,7 +121,8 @@ class LaneTrialServer:
         def ended(movement: Movement) -> None:
             self._moved(key, trial)
             times_ns.append(movement.end_ns - movement.start_ns)
-            if movement.error or len(times_ns) == NUM_TRANSFERS:
+            is_last = len(times_ns) == NUM_TRANSFERS or times_ns[-1] > LONG_NS
+            if movement.error or is_last:
                 self._answer(key, message, min(times_ns), movement.error or "")
             elif not trial.is_over:
                 self._push(key, trial, message, lane, plan, times_ns)

@@ -32,6 +32,8 @@ class LaneReady(WireStruct, frozen=True):
 class LanePush(WireStruct, frozen=True):
     trial_id: str
     lane: str
+    num_tokens: int
+    """The first of the trial's: a slow lane is known by a few."""
 
 
 class LanePushed(WireStruct, frozen=True):

@@ -1,6 +1,6 @@
 """Bytes that say where they belong, to try a lane out with: any misplaced run shows.
 
-The pattern is one of logical positions (layer, head, token, word of content), so that two caches
+The pattern is one of logical positions (layer, token, head, word of content), so that two caches
 of different layouts and block sizes can be filled and checked apart from each other.
 """
 
@@ -13,6 +13,10 @@ import torch
 _STEP = 0x1E3779B97F4A7C15
 """2^64 over the golden ratio, less its highest bits: odd, so that no two positions are alike, and
 neighbours differ in most bytes."""
+
+
+_LAYER_SHIFT = 40
+"""More words than a trial has in one layer, so that the first blocks of a pattern are a pattern."""
 
 
 def write_pattern(views: Sequence[torch.Tensor], blocks: Sequence[int], seed: int) -> None:
@@ -51,9 +55,9 @@ def _pattern(view: torch.Tensor, num_blocks: int, layer: int, seed: int) -> torc
     width = 8 if content % 8 == 0 else 1
     numbers = num_blocks * heads * slots * content // width
     position = torch.arange(numbers, device=view.device)
-    position += seed + layer * numbers
+    position += seed + (layer << _LAYER_SHIFT)
     position *= _STEP
     if width == 1:
         position = (position >> 32).to(torch.uint8)
-    shape = heads, num_blocks, slots, content // width
-    return position.view(shape).view(torch.uint8).transpose(0, 1)
+    shape = num_blocks, slots, heads, content // width
+    return position.view(shape).view(torch.uint8).transpose(1, 2)

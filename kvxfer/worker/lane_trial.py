@@ -14,6 +14,10 @@ from kvxfer.worker.assembly import WorkerParts
 
 NUM_TRANSFERS = 3
 """Of each lane; the quickest counts. The first ones over a new lane are slow."""
+FIRST_SHARE = 16
+"""One part in so many is moved first: all of it only where that does not take long."""
+LONG_NS = 250_000_000
+"""What takes longer is not moved again."""
 HOST_BYTES = 8 << 20
 GPU_BYTES = 256 << 20
 """Enough for a fraction of a millisecond at full rate."""
@@ -37,6 +41,12 @@ def num_tokens(ours: GroupGeometry, theirs: GroupGeometry, num_free: int, device
     blocks = max(1, min(wanted, num_free // SHARE))
     tokens = max(step, blocks * ours.spec.block_size // step * step)
     return tokens if tokens // ours.spec.block_size <= num_free else 0
+
+
+def first_tokens(ours: GroupGeometry, theirs: GroupGeometry, tokens: int) -> int:
+    """Of a trial's `tokens` those that are moved first."""
+    step = math.lcm(ours.spec.block_size, theirs.spec.block_size)
+    return max(step, tokens // FIRST_SHARE // step * step)
 
 
 def why_not(ours: GroupGeometry, theirs: GroupGeometry, trial: LaneTrial) -> str:

@@ -79,7 +79,7 @@ EXAMPLES = [
     m.CacheState("Sleep", "why", True, [1, 0], 0, 4096, 8192),
     m.LaneTrial("t", 32, [3, 4]),
     m.LaneReady("t", [1, 2]),
-    m.LanePush("t", "nixl/push"),
+    m.LanePush("t", "nixl/push", 32),
     m.LanePushed("t", "nixl/push", 1_000, ""),
     m.LaneChosen("t", "nixl/push", 3.5),
 ]
