@@ -107,14 +107,11 @@ class MultiConnector:
                 failures.append(error)
             else:
                 known = known | {name}
-        if not known:
-            raise (
-                failures[0]
-                if failures
-                else ConnectorError(
-                    f"peer {peer} has none of our connectors: {', '.join(self.connectors)}"
-                )
-            )
+        if failures and not known:
+            raise failures[0]
+        if not told.keys() & self.connectors.keys():
+            names = ", ".join(self.connectors)
+            raise ConnectorError(f"peer {peer} has none of our connectors: {names}")
         for failure in failures:
             logger.warning("%s", failure)
         self._reached[peer] = known

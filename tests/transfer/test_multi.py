@@ -71,6 +71,21 @@ def test_who_starts_no_transfers_by_a_connector_does_not_learn_the_peer_by_it(pa
         prefill.multi.submit("peer", Lane("two", Direction.PUSH), plan())
 
 
+def test_a_peer_that_only_the_other_side_starts_transfers_with_is_met_all_the_same():
+    prefill, decode = (
+        Side("p", Direction.PUSH, two=PullOnly),
+        Side("d", Direction.PULL, two=PullOnly),
+    )
+    for side in (prefill, decode):
+        side.multi.register(REGIONS)
+    assert prefill.meet(decode) == set()
+    assert decode.meet(prefill) == {"two"}
+    decode.multi.submit("peer", Lane("two", Direction.PULL), plan())
+    ended(decode)
+    for side in (prefill, decode):
+        side.multi.close()
+
+
 def test_a_connector_that_cannot_reach_a_new_peer_is_left_out(pair, caplog):
     prefill, decode = pair
     decode.multi.connectors["two"].refuse.add("connect")
