@@ -21,7 +21,7 @@ from kvxfer.transfer.regions import RegionSet
 from kvxfer.worker.engine import Engine, start_engine
 from kvxfer.worker.mailbox import Mailbox
 from kvxfer.worker.rank_transfer import Growth
-from kvxfer.worker.transfer_thread import BUSY_WAIT_S, GPU_BUSY_WAIT_S, TransferThread
+from kvxfer.worker.transfer_thread import TransferThread
 from kvxfer.worker.work_thread import Report, WorkThread
 
 T = TypeVar("T")
@@ -52,10 +52,7 @@ class EngineHost:
         self._reports: Mailbox[Report] = Mailbox()
         undo.callback(self._reports.close)
         enter = self.engine.enter_thread
-        on_gpu = self.engine.driver.device != "cpu"
-        self.transfer = TransferThread(
-            self.engine.transfer, self._reports, enter, GPU_BUSY_WAIT_S if on_gpu else BUSY_WAIT_S
-        )
+        self.transfer = TransferThread(self.engine.transfer, self._reports, enter)
         self.model = WorkThread("model", self._reports, enter)
         undo.callback(self._stop)
         self.transfer.start()

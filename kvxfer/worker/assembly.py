@@ -24,7 +24,7 @@ from kvxfer.worker.peers import PeerTable
 from kvxfer.worker.process import Announcer, handle_signals
 from kvxfer.worker.residency import Residency, ResidencyState
 from kvxfer.worker.steps import ModelSteps
-from kvxfer.worker.transfer_thread import BUSY_WAIT_S, GPU_BUSY_WAIT_S, TransferThread
+from kvxfer.worker.transfer_thread import TransferThread
 from kvxfer.worker.watermarks import Watermarks
 from kvxfer.worker.work_thread import Report, WorkThread
 
@@ -149,8 +149,7 @@ def _assemble(
     trace: Trace,
     incarnation: str,
 ) -> WorkerParts:
-    busy_wait_s = BUSY_WAIT_S if engine.driver.device == "cpu" else GPU_BUSY_WAIT_S
-    transfer = TransferThread(engine.transfer, reports, engine.enter_thread, busy_wait_s)
+    transfer = TransferThread(engine.transfer, reports, engine.enter_thread)
     growth = CacheGrowth(engine, transfer, trace)
 
     lanes = [str(lane) for lane in offered(engine.transfer.connectors, options.lane)]

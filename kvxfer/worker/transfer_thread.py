@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 BUSY_WAIT_S = 0.0002
 """Pause between polls while tickets of ours are in flight."""
-GPU_BUSY_WAIT_S = 0.00002
-"""... of GPU memory, whose copies take less than that, on machines with cores to spare."""
 SERVING_WAIT_S = 0.002
 """... while a peer may need our progress (a connector without a progress thread of its own)."""
 IDLE_WAIT_S = 0.02
@@ -70,7 +68,6 @@ class TransferThread(WorkThread):
         ranks: WorkerTransfer,
         reports: Mailbox[Report],
         begin: Callable[[], None] = lambda: None,
-        busy_wait_s: float = BUSY_WAIT_S,
     ) -> None:
         super().__init__("transfer", reports, begin)
         self._ranks = ranks
@@ -79,7 +76,6 @@ class TransferThread(WorkThread):
         """Peers that are to be learnt afresh: that, and the moves that wait for it, in order."""
         self._awaited: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self._is_polling = True
-        self._busy_wait_s = busy_wait_s
         self.is_closed = False
         self.serving = False
         """Set by the control thread while a peer may be moving bytes of ours."""
@@ -240,7 +236,7 @@ class TransferThread(WorkThread):
             self._look_again()
         waited_for = any(one.is_busy for one in self._ranks.connectors.values())
         if self._flights or self._renewals or self._awaited or waited_for:
-            return self._busy_wait_s
+            return BUSY_WAIT_S
         return SERVING_WAIT_S if self.serving else IDLE_WAIT_S
 
 
