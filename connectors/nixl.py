@@ -81,7 +81,7 @@ class NixlAgent(Agent):
         self._own: set[Region] = set()
         self._reachable: RegionSet | None = None
         """`_own` in order, where it is known."""
-        self._lists = ListCache(self._release_list)
+        self._lists = ListCache(partial(_release_list, self._agent))
         self._scratch: Any = None
 
     def register(self, region: Region) -> tuple[Any, Region]:
@@ -225,28 +225,16 @@ class NixlAgent(Agent):
         with translated("release_xfer_handle"):
             self._agent.release_xfer_handle(ended.handle)
 
-    def _release_list(self, handle: Any) -> None:
-        with translated("release_dlist_handle"):
-            self._agent.release_dlist_handle(handle)
-
     def _know_own(self) -> None:
         if self._reachable is None:
             self._reachable = RegionSet(tuple(sorted(self._own)))
         base, device = self._memory.base_address, self._memory.device
-        self._lists.know(_OWN, self._reachable, partial(self._prepare, _OWN, base, device))
+        self._lists.know(_OWN, self._reachable, partial(_prepare, self._agent, _OWN, base, device))
 
     def _know_peer(self, remote: RemotePeer) -> None:
-        prepare = partial(self._prepare, remote.agent, remote.base_address, remote.device)
+        base, device = remote.base_address, remote.device
+        prepare = partial(_prepare, self._agent, remote.agent, base, device)
         self._lists.know(remote.agent, remote.regions, prepare)
-
-    def _prepare(self, agent: str, base: int, device: str, places: Int64Array) -> Any:
-        segment, index = segment_of(device)
-        rows = np.empty((len(places), 5), dtype=np.int64)
-        rows[:, [0, 1, 3, 4]] = places
-        rows[:, 0] += base
-        rows[:, 2] = index
-        with translated(f"prep_xfer_dlist of {agent or 'own memory'}"):
-            return self._agent.prep_xfer_dlist(agent, rows, segment)
 
     def _scratch_address(self, size_bytes: int) -> int:
         """Of registered memory of our own, on the device that our memory is on."""
@@ -266,6 +254,22 @@ class NixlAgent(Agent):
         offsets = np.array([region.offset for region in regions], dtype=np.int64)
         sizes = np.array([region.size for region in regions], dtype=np.int64)
         return descriptors(self._memory.base_address, offsets, sizes, self._memory.device)
+
+
+# No methods of NixlAgent: its lists would hold it in a cycle, and agents end when they are dropped.
+def _release_list(nixl_agent: Any, handle: Any) -> None:
+    with translated("release_dlist_handle"):
+        nixl_agent.release_dlist_handle(handle)
+
+
+def _prepare(nixl_agent: Any, agent: str, base: int, device: str, places: Int64Array) -> Any:
+    segment, index = segment_of(device)
+    rows = np.empty((len(places), 5), dtype=np.int64)
+    rows[:, [0, 1, 3, 4]] = places
+    rows[:, 0] += base
+    rows[:, 2] = index
+    with translated(f"prep_xfer_dlist of {agent or 'own memory'}"):
+        return nixl_agent.prep_xfer_dlist(agent, rows, segment)
 
 
 class NixlConnector(AgentConnector):

@@ -21,7 +21,8 @@ LONG = ("--max-new-tokens", "400")
 def wait_for_first_transfer(process: subprocess.Popen[str], logs: Path) -> None:
     def started() -> bool:
         assert process.poll() is None, process.communicate(timeout=10)
-        return traced(logs, "prefill", "transfer_start")
+        roles = ("prefill", "decode")  # whoever starts transfers tells of it
+        return any(traced(logs, role, "transfer_start") for role in roles)
 
     wait_until(started, 90, "first transfer")
 
