@@ -12,7 +12,7 @@ from typing import Any
 from kvxfer.cache.pools import reaches
 from kvxfer.control.messages import Abort, Aborted, Failed, PrefillRequest, Taken
 from kvxfer.control.session import Peer
-from kvxfer.errors import KvxferError, UsageError, WireError
+from kvxfer.errors import KvxferError, TransferError, UsageError, WireError
 from kvxfer.model.runner import SequenceStep
 from kvxfer.model.sampling import SampleSpec
 from kvxfer.transfer.connector import Direction
@@ -169,7 +169,7 @@ class PrefillWorker:
         job.layers_sent = [one.stop for one in layers]
         try:
             self._sender.hand_over(job, tokens, layers, job.deadline_s - time.monotonic())
-        except KvxferError as error:
+        except TransferError as error:  # a peer that is lost on the way may end this worker
             self._give_up(job, str(error))
 
     def _chunk_done(self, job: PrefillJob, step: SequenceStep, token: int | None) -> None:

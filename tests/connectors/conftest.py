@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.peer_processes import MakePeer, descriptors_and_mappings, peers_in
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected() -> Iterator[None]:
+    """Agents end when they are collected: here, and not under a later test that counts files."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture

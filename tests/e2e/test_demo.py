@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing_behind")
 PAIRS = [
     ("bundled", "LBHNC", "BLHNC", "push"),
     ("bundled", "LBHNC", "BLHNC", "pull"),
-    ("qwen3", "LHBNC", "LBNHC", "pull"),
+    pytest.param("qwen3", "LHBNC", "LBNHC", "pull", marks=pytest.mark.slow),
     ("deepseek_v3", "BLNHC", "BHLNC", "pull"),
 ]
 

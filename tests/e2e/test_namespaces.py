@@ -18,7 +18,10 @@ def permitted() -> None:
     skip_unless_permitted()
 
 
-@pytest.mark.parametrize("lane", ["auto", "pull", pytest.param("push", marks=pytest.mark.slow)])
+SLOW = [pytest.param(lane, marks=pytest.mark.slow) for lane in ("pull", "push")]
+
+
+@pytest.mark.parametrize("lane", ["auto", *SLOW])
 def test_equals_a_single_process_while_the_cache_grows(lane: str, tmp_path: Path) -> None:
     with apart(tmp_path, lane) as pair:
         if lane == "auto":
