@@ -141,6 +141,7 @@ class LaneTrials:
         if wrong:
             raise WireError(f"LaneReady: {wrong}")
         trial.source = ready.blocks
+        self.fenced(trial.peer.name)  # it takes no new trial while it pushes for an older one
         self._next(trial)
 
     def _on_pushed(self, key: str, pushed: LanePushed) -> None:
@@ -277,7 +278,7 @@ class LaneTrials:
             self._end(trial)
 
     def fenced(self, worker_id: str) -> None:
-        """Nothing of a worker's old process will write any more."""
+        """Nothing more will be written for trials of this worker that are over."""
         for trial in self._ending:
             if trial.peer.name == worker_id:
                 trial.is_written = False

@@ -191,3 +191,16 @@ def test_of_lanes_that_are_about_as_quick_the_first_is_best():
     assert best_of(lanes, {PULL: 5.0, PUSH: 10.0}) == PUSH
     assert best_of(lanes, {PUSH: 0.1}) == PUSH
     assert best_of(lanes, {}) is None
+
+
+def test_blocks_of_a_push_that_nobody_answered_for_come_back_with_the_next_trial(cluster):
+    """The answer was lost with the connection; that prefill takes a new trial proves its end."""
+    prefill, decode = idle_pair(cluster)
+    decode.peers.dial(prefill.address)
+    cluster.until(lambda: bool(decode.role._lane_trials._trials))
+    cluster.until(lambda: any(t.is_written for t in decode.role._lane_trials._trials.values()))
+    for worker in (prefill, decode):
+        worker.peers.lose(next(iter(worker.peers._peers)), "the test says so")
+    cluster.until(ready(prefill, decode))
+    cluster.until(lambda: decode.pools.counts().quarantined == 0)
+    cluster.until_idle()
