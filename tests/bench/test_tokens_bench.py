@@ -315,6 +315,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.mark.slow
 def test_beside_measures_and_keeps_its_figures(threads, tmp_path: Path) -> None:
     path = tmp_path / "beside.json"
     words = ["--devices", "cpu,cpu", "--connector", "loopback", "--rounds", "1", "--kv-mib", "16"]

@@ -54,6 +54,7 @@ def ask(channel: Channel, address: str, hello: Hello) -> object:
     raise AssertionError("no answer")
 
 
+@pytest.mark.slow  # tests/worker/test_handshake.py says it of workers in one process
 def test_another_wire_version_is_refused_by_name(prefill: HandStarted, stranger: Channel) -> None:
     prefill.wait_for("ready")
     answer = ask(stranger, prefill.address, Hello(wire_version=99, facts=None))

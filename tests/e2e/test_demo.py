@@ -15,7 +15,7 @@ PAIRS = [
     ("bundled", "LBHNC", "BLHNC", "push"),
     ("bundled", "LBHNC", "BLHNC", "pull"),
     pytest.param("qwen3", "LHBNC", "LBNHC", "pull", marks=pytest.mark.slow),
-    ("deepseek_v3", "BLNHC", "BHLNC", "pull"),
+    pytest.param("deepseek_v3", "BLNHC", "BHLNC", "pull", marks=pytest.mark.slow),
 ]
 
 
@@ -64,6 +64,7 @@ def test_equals_a_single_process_while_the_cache_grows(
         assert 1 <= request["output_tokens"] <= 24  # random weights may stop early
 
 
+@pytest.mark.slow  # tests/e2e/test_kinds.py has all kinds in one process
 @pytest.mark.parametrize(
     ("family", "lane", "why_not"),
     [("gemma2", "push", ""), ("t5", "pull", "encoder")],

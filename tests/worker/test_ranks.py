@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -47,6 +48,13 @@ GLOO_FILES = 4
 """Of its loop, which stays."""
 NOTICED_S = 10.0
 """A follower's end, at the latest."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected() -> Iterator[None]:
+    """What the groups held ends here, and not under a later test that counts files."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
