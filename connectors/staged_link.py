@@ -95,7 +95,6 @@ class Links:
         self, agent: StagedAgent, ring: Ring, clock: Clock, lost: Callable[[Link, str], None]
     ) -> None:
         self._agent = agent
-        self._ring = ring
         self._sealed = seal_ring(ring)
         self._clock = clock
         self._lost = lost

@@ -14,7 +14,7 @@ from kvxfer.cache.layout import KVCacheLayout
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.errors import UsageError
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 LAYERS = 32
 HEAD_DIM = 128
 

@@ -152,9 +152,30 @@ def _assemble(
     transfer = TransferThread(engine.transfer, reports, engine.enter_thread)
     growth = CacheGrowth(engine, transfer, trace)
 
-    lanes = [str(lane) for lane in offered(engine.transfer.connectors, options.lane)]
-
     host = host_identity()
+    facts = _facts(role, options, engine, growth, incarnation, host)
+    peers = PeerTable(options, channel, transfer, facts)
+    growth.on_publish = peers.publish
+    model = WorkThread("model", reports, engine.enter_thread)
+    residency = Residency(engine, transfer, growth, peers, trace)
+    may_trim = options.kv_commit == "elastic" and engine.size == 1
+    steps = ModelSteps(model, residency, may_trim)
+    watermarks = Watermarks(options, engine, growth, residency)
+    return WorkerParts(
+        options, engine, growth, residency, peers, transfer, model, steps, watermarks, trace, host
+    )
+
+
+def _facts(
+    role: str,
+    options: WorkerOptions,
+    engine: Engine,
+    growth: CacheGrowth,
+    incarnation: str,
+    host: str,
+) -> Callable[[int], WorkerFacts]:
+    """What this worker tells of itself, anew for each peer: with invitations for so many ranks."""
+    lanes = [str(lane) for lane in offered(engine.transfer.connectors, options.lane)]
 
     def facts(num_invited: int) -> WorkerFacts:
         ranks = zip(
@@ -179,16 +200,7 @@ def _assemble(
             generation=growth.regions.generation,
         )
 
-    peers = PeerTable(options, channel, transfer, facts)
-    growth.on_publish = peers.publish
-    model = WorkThread("model", reports, engine.enter_thread)
-    residency = Residency(engine, transfer, growth, peers, trace)
-    may_trim = options.kv_commit == "elastic" and engine.size == 1
-    steps = ModelSteps(model, residency, may_trim)
-    watermarks = Watermarks(options, engine, growth, residency)
-    return WorkerParts(
-        options, engine, growth, residency, peers, transfer, model, steps, watermarks, trace, host
-    )
+    return facts
 
 
 def _first_extension(parts: WorkerParts, loop: ControlLoop, announcer: Announcer) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +14,6 @@ from kvxfer.errors import KvxferError, WorkerDied
 from kvxfer.worker.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
-
-SWITCH_INTERVAL_S = 0.0002
-"""After how long a thread that computes in Python lets another one in. At Python's own 5 ms the
-transfer thread missed its turn behind a decode step's: 2.5 of 10 GB/s reached, on two H200s."""
 
 T = TypeVar("T")
 Report = Callable[[], None]
@@ -43,7 +38,6 @@ class WorkThread:
         self, name: str, reports: Mailbox[Report], begin: Callable[[], None] = lambda: None
     ) -> None:
         """`begin` runs first, in the thread."""
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._reports = reports
         self._begin = begin
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
