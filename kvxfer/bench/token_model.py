@@ -28,9 +28,11 @@ LLAMA_SHAPE: Mapping[str, Any] = {
     "tie_word_embeddings": False,
 }
 """Attention of Llama 3 8B: 128 KiB of KV a token in bfloat16, 2 MiB a block of 16 tokens. Its
-vocabulary is smaller, and so may the MLPs be: neither has KV. Not tied: see `models.LLAMA_1B`. With
-MLPs of 8,192, of the 14,336 that Llama 3 8B has, it comes to 4.8 billion parameters, 9.6 GB to write
-and to load. A smaller model computes faster, so that what a hand-over adds weighs more, not less."""
+vocabulary is smaller, and so may the MLPs be: neither has KV. Not tied: see `models.LLAMA_1B`.
+
+With MLPs of 8,192, of the 14,336 that Llama 3 8B has, it comes to 4.8 billion parameters, 9.6 GB
+to write and to load. A smaller model computes faster, so that what a hand-over adds weighs more.
+"""
 
 
 @dataclass(frozen=True, slots=True)
