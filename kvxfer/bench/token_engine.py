@@ -19,6 +19,7 @@ from kvxfer.errors import DeadlineExceeded, KvxferError, WorkerDied
 from kvxfer.transfer.connector import Direction, load_connectors
 from kvxfer.transfer.regions import RegionSet
 from kvxfer.worker.engine import Engine, start_engine
+from kvxfer.worker.heap import freeze_heap
 from kvxfer.worker.mailbox import Mailbox
 from kvxfer.worker.rank_transfer import Growth
 from kvxfer.worker.transfer_thread import TransferThread
@@ -60,6 +61,7 @@ class EngineHost:
         growth: Growth = self.result_of(partial(self.transfer.grow, self.engine.initial_blocks))
         (self.description,) = growth.descriptions
         self.regions = RegionSet(tuple(sorted(growth.regions)), 1)
+        freeze_heap()
 
     @property
     def num_blocks(self) -> int:

@@ -18,6 +18,7 @@ from kvxfer.transfer.connector import Direction, load_connectors
 from kvxfer.transfer.lanes import offered
 from kvxfer.worker.engine import Engine, start_engine
 from kvxfer.worker.growth import CacheGrowth
+from kvxfer.worker.heap import freeze_heap
 from kvxfer.worker.loop import ControlLoop, Role
 from kvxfer.worker.mailbox import Mailbox
 from kvxfer.worker.peers import PeerTable
@@ -134,6 +135,7 @@ def serve(
         _first_extension(parts, loop, announcer)
         for address in dial:
             parts.peers.dial(address)
+        freeze_heap()
         announcer.ready()
         with handle_signals(loop.stop):
             loop.run()
