@@ -15,7 +15,7 @@ from kvxfer.control.session import Peer
 from kvxfer.errors import WireError
 from kvxfer.telemetry.trace import Trace
 from kvxfer.transfer.connector import Direction
-from kvxfer.transfer.rank_plans import WorkerSide, plan_ranks
+from kvxfer.transfer.rank_plans import RankPlans, WorkerSide
 from kvxfer.transfer.regions import RegionSet
 from kvxfer.transfer.sides import why_not_blocks
 from kvxfer.worker.peers import PeerTable
@@ -68,23 +68,19 @@ class Receiver:
         """Pull what prefill offers. Raises WireError, PlanError, RegionError."""
         peer = request.prefill
         assert peer is not None
-        assert peer.facts is not None
         layers = self._next_layers(request, ready)
-        leased, num_prompt = ready.lease.blocks, request.num_prompt_tokens
-        wrong = why_not_blocks(peer.facts.geometry, leased, num_prompt)
-        if wrong:
-            raise WireError(f"request {request.request_id}: lease: {wrong}")
-        geometry, theirs = self._cache.geometry, peer.facts.geometry
-        size = peer.facts.tensor_parallel_size
-        source = WorkerSide(theirs, size, peer.regions, leased)
-        target = WorkerSide(geometry, self._size, self._regions(), request.prompt_blocks)
         computed = range(ready.start, ready.stop)
-        tokens = travelling(geometry.specs, num_prompt, computed, theirs.specs)
-        moves = plan_ranks(source, target, num_prompt, tokens, layers)
+        is_planned = (computed, ready.lease.blocks) == (
+            request.planned_tokens,
+            request.lease_blocks,
+        )
+        if request.plans is None or not is_planned:
+            request.plans = self._plans(request, peer, computed, ready.lease.blocks)
+            request.planned_tokens, request.lease_blocks = computed, ready.lease.blocks
+        moves = request.plans.moves(layers)
         if request.tokens_read == 0 and not any(request.layers_read):
             self._trace.event("transfer_start", request=request.request_id, lane=str(request.lane))
         self._advance(request, ready, layers)
-        request.lease_blocks = ready.lease.blocks
         request.offer_is_final = ready.final
         request.reads_in_flight += 1
 
@@ -95,6 +91,22 @@ class Receiver:
 
         assert request.lane is not None
         self._transfer.move_ranks(peer.key, request.lane, moves, ended)
+
+    def _plans(
+        self, request: DecodeRequest, peer: Peer, tokens: range, leased: list[list[int]]
+    ) -> RankPlans:
+        """Of all layers of `tokens`, which come piece by piece. Raises as `read`."""
+        assert peer.facts is not None
+        num_prompt = request.num_prompt_tokens
+        wrong = why_not_blocks(peer.facts.geometry, leased, num_prompt)
+        if wrong:
+            raise WireError(f"request {request.request_id}: lease: {wrong}")
+        geometry, theirs = self._cache.geometry, peer.facts.geometry
+        size = peer.facts.tensor_parallel_size
+        source = WorkerSide(theirs, size, peer.regions, leased)
+        target = WorkerSide(geometry, self._size, self._regions(), request.prompt_blocks)
+        moved = travelling(geometry.specs, num_prompt, tokens, theirs.specs)
+        return RankPlans(source, target, num_prompt, moved)
 
     def _next_layers(self, request: DecodeRequest, ready: Ready) -> list[range]:
         """The layers offered, if they and their tokens follow what was offered before; else

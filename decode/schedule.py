@@ -29,6 +29,7 @@ from kvxfer.model.runner import SequenceStep
 from kvxfer.model.sampling import SampleSpec
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.lanes import Lane
+from kvxfer.transfer.rank_plans import RankPlans
 
 
 class RequestState(enum.Enum):
@@ -64,6 +65,10 @@ class DecodeRequest:
     stretch_end: int = 0
     """Where those tokens end, while some of their layers are to come."""
     lease_blocks: list[list[int]] = field(default_factory=list)
+    """Prefill's, that were offered last."""
+    plans: RankPlans | None = None
+    """Pull: of `planned_tokens` and those blocks, all layers, of which some come at a time."""
+    planned_tokens: range = range(0)
     offer_is_final: bool = False
     writer_ended: bool = False
     """Prefill said, or was fenced so, that it writes nothing more for this request."""

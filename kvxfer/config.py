@@ -15,6 +15,7 @@ from kvxfer.errors import UsageError
 
 LAYOUT_VARIABLE = "KVXFER_KV_CACHE_LAYOUT"
 DEFAULT_CONNECTORS = "peer,nixl"
+KV_STREAM_BYTES = 32 << 20
 CPU_KV_CACHE_BYTES = 4 << 30
 """The most a host cache takes unless told: vLLM's default for its CPU backend."""
 
@@ -69,7 +70,7 @@ class WorkerOptions:
     """Bytes of KV cache, exactly, of each rank (default: measured after warm-up)."""
     memory_budget_bytes: int = 0
     """Bytes this worker may use in all, weights included (default: what is free)."""
-    kv_stream_bytes: int = 32 << 20
+    kv_stream_bytes: int = KV_STREAM_BYTES
     """Hand the KV of a chunk over in groups of layers of at least this many bytes, while later
     layers are computed."""
     kv_digest: Digest = "off"

@@ -28,6 +28,7 @@ from kvxfer.model.runner import SequenceStep
 from kvxfer.model.sampling import SampleSpec
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.lanes import Lane
+from kvxfer.transfer.rank_plans import RankPlans
 
 
 class JobState(enum.Enum):
@@ -55,6 +56,9 @@ class PrefillJob:
     first_token: int | None = None
     chunk_running: bool = False
     moves_in_flight: int = 0
+    plans: RankPlans | None = None
+    """Push: of `planned_tokens`, all layers, of which some leave at a time."""
+    planned_tokens: range = range(0)
     num_ranks_reached: int = 0
     """Push: ranks of the peer that each piece was planned for."""
     digest: int | None = None

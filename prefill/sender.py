@@ -11,7 +11,7 @@ from kvxfer.cache.table import BlockTable
 from kvxfer.control.messages import Confirmed, Done, Lease, Ready
 from kvxfer.telemetry.trace import Trace
 from kvxfer.transfer.connector import Direction
-from kvxfer.transfer.rank_plans import WorkerSide, plan_ranks
+from kvxfer.transfer.rank_plans import RankPlans, WorkerSide
 from kvxfer.transfer.regions import RegionSet
 from kvxfer.worker.peers import PeerTable
 from kvxfer.worker.stats import add_movement
@@ -55,17 +55,11 @@ class Sender:
             self._offer(job, tokens, layers, timeout_s)
 
     def _push(self, job: PrefillJob, tokens: range, layers: Sequence[range]) -> None:
-        facts = job.peer.facts
-        assert facts is not None
-        num_prompt, geometry = len(job.request.tokens), self._cache.geometry
-        source = WorkerSide(geometry, self._size, self._regions(), self.kept(job))
-        granted, size = job.request.grant.blocks, facts.tensor_parallel_size
-        target = WorkerSide(facts.geometry, size, job.peer.regions, granted)
-        moved = travelling(geometry.specs, num_prompt, tokens, facts.geometry.specs)
-        moves = plan_ranks(source, target, num_prompt, moved, layers)
+        if job.plans is None or job.planned_tokens != tokens:
+            job.plans, job.planned_tokens = self._plans(job, tokens), tokens
+        moves = job.plans.moves(layers)
         if tokens.start == 0 and not any(one.start for one in layers):
             self._trace.event("transfer_start", request=job.request.request_id, lane=str(job.lane))
-        job.num_ranks_reached = size
         job.moves_in_flight += 1
 
         def ended(movement: Movement) -> None:
@@ -77,6 +71,18 @@ class Sender:
 
         assert job.lane is not None
         self._transfer.move_ranks(job.peer.key, job.lane, moves, ended)
+
+    def _plans(self, job: PrefillJob, tokens: range) -> RankPlans:
+        """Of all layers of `tokens`, which leave piece by piece."""
+        facts = job.peer.facts
+        assert facts is not None
+        num_prompt, geometry = len(job.request.tokens), self._cache.geometry
+        source = WorkerSide(geometry, self._size, self._regions(), self.kept(job))
+        granted, size = job.request.grant.blocks, facts.tensor_parallel_size
+        target = WorkerSide(facts.geometry, size, job.peer.regions, granted)
+        job.num_ranks_reached = size
+        moved = travelling(geometry.specs, num_prompt, tokens, facts.geometry.specs)
+        return RankPlans(source, target, num_prompt, moved)
 
     def _offer(
         self, job: PrefillJob, tokens: range, layers: Sequence[range], timeout_s: float

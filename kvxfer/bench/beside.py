@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from kvxfer.config import KV_STREAM_BYTES
 from kvxfer.errors import UsageError
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class BesideOptions:
     """Sets of blocks that move, in turn."""
     in_flight: int = 3
     """Transfers under way at once, at the most."""
-    kv_stream_bytes: int = 4 << 20
+    kv_stream_bytes: int = KV_STREAM_BYTES
     """Bytes that a transfer at the pace has at least, as the workers' option of that name. As fast
     as it can, a transfer is a whole set."""
     block_size: int = 16

@@ -49,6 +49,7 @@ class EngineEnd:
         self._setup = setup
         self._peer: EngineContact | None = None
         self._lane: Lane | None = None
+        self._plans: dict[int, TransferPlan] = {}
         initiates = Direction.PUSH if self._is_source else Direction.PULL
         self._host = EngineHost(worker_options(role, device, setup), initiates, pipe, undo)
         self._spec, *others = self._host.engine.specs
@@ -178,15 +179,21 @@ class EngineEnd:
         return Flow(pieces, self._plan, self._move, phase.gbps, setup.in_flight)
 
     def _plan(self, piece: Piece) -> TransferPlan:
+        """As a worker, which plans a chunk once and takes the layers that are due out of that."""
+        plan = self._plans.get(piece.set_index)
+        if plan is None or piece.layers.start == 0:
+            plan = self._plans[piece.set_index] = self._whole_plan(piece.set_index)
+        return plan.of_layers([piece.layers])
+
+    def _whole_plan(self, place: int) -> TransferPlan:
         assert self._peer is not None
-        tokens, place = self._setup.chunk_tokens, piece.set_index
+        tokens, peer = self._setup.chunk_tokens, self._peer
         ours = cache_sides(
             self._host.engine.cache.geometry, self._host.regions, [self._background[place]], tokens
         )
-        peer = self._peer
         theirs = cache_sides(peer.geometry, peer.regions, [peer.background[place]], tokens)
         source, target = (ours, theirs) if self._is_source else (theirs, ours)
-        return plan_groups(source, target, [range(tokens)], [piece.layers])
+        return plan_groups(source, target, [range(tokens)])
 
     def _move(self, plan: TransferPlan, ended: Callable[[Movement], None]) -> None:
         assert self._lane is not None

@@ -67,7 +67,9 @@ class Flow:
             self._submit()
 
     def wait_s(self, elapsed_s: float) -> float:
-        """Until the next piece is due."""
+        """Until the next piece is due; for ever while none may be begun."""
+        if self._flying >= self._most:
+            return math.inf  # else a flow behind its pace would keep the interpreter to itself
         return self._submitted_bytes / self._bytes_s - elapsed_s
 
     def drain(self) -> bool:

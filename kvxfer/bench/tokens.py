@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from kvxfer.config import KV_STREAM_BYTES
 from kvxfer.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class TokensOptions:
     """Tokens of an answer that is compared."""
     max_num_batched_tokens: int = 2048
     """Tokens of one prefill chunk."""
-    kv_stream_bytes: int = 4 << 20
+    kv_stream_bytes: int = KV_STREAM_BYTES
     """As the workers' option of that name."""
     kv_cache_layout: str = "auto"
     """Of all caches."""

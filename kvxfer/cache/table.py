@@ -27,4 +27,6 @@ class BlockTable:
         two would lie in one block."""
         if len(entries) > len(self.blocks):
             raise CacheError(f"{len(entries)} entries of a table of {len(self.blocks)} blocks")
-        return [self.at(entry) for entry in entries]
+        first = entries.start % len(self.blocks) if entries else 0
+        wrapped = first + len(entries) - len(self.blocks)
+        return [*self.blocks[first : first + len(entries)], *self.blocks[: max(0, wrapped)]]

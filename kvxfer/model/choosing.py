@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -18,11 +19,13 @@ def choose(info: ModelInfo, steps: Sequence[SequenceStep], logits: torch.Tensor)
     ModelError where the largest is not finite."""
     # Greedy rows stay on the device; max gives the first, hence lowest, id of equal logits.
     best = logits.max(dim=-1)
-    finite = torch.isfinite(best.values).tolist()
-    tokens: list[int] = best.indices.tolist()
+    # In one tensor: each copy to the host waits for the device, and for the interpreter. Doubles
+    # hold every id.
+    values, ids = torch.stack([best.values.double(), best.indices.double()]).tolist()
+    tokens = [int(token) for token in ids]
     for row, step in enumerate(steps):
         spec, position = step.sample or SampleSpec(), _position_after(info, step)
-        if not finite[row]:
+        if not math.isfinite(values[row]):
             raise ModelError(f"the logits for position {position} are not finite")
         if spec.temperature > 0:
             tokens[row] = sample(logits[row], position, spec)

@@ -75,12 +75,10 @@ class DecodeGraphs:
         self.sizes = batch_sizes(max_batch)
         largest, num_groups = self.sizes[-1], len(groups.specs)
         width = len(PADDING_ROW) + num_groups
-        self._columns = torch.zeros((width, largest), dtype=torch.int64, device=self._device)
-        """Rows as PADDING_ROW, then a block for each group: one copy a step fills them all."""
+        self._columns = _Mirror((width, largest), torch.int64, self._device)
+        """Rows as PADDING_ROW, then a block for each group."""
         self._tables = [
-            torch.zeros(
-                (largest, spec.num_blocks(max_tokens)), dtype=torch.int32, device=self._device
-            )
+            _Mirror((largest, spec.num_blocks(max_tokens)), torch.int32, self._device)
             for spec in groups.specs
         ]
         self._rows = torch.arange(largest, device=self._device)
@@ -96,7 +94,8 @@ class DecodeGraphs:
     def run(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
         """[len(steps), V] logits, on the device and valid until the next call; the KV is written.
 
-        `steps` is held (see `holds`) and not empty. The work is queued on the current stream.
+        `steps` is held (see `holds`) and not empty. The work is queued on the current stream, and
+        is over before the next call.
         Raises ModelError when a block table does not cover its step; then nothing was written.
         """
         size = next(size for size in self.sizes if size >= len(steps))
@@ -106,7 +105,7 @@ class DecodeGraphs:
         return self._logits[: len(steps)]
 
     def _work(self, forward: Forward, views: Views, size: int) -> Work:
-        tokens, positions, slots, lens, *blocks = self._columns[:, :size]
+        tokens, positions, slots, lens, *blocks = self._columns.there[:, :size]
         parts = zip(self._groups.specs, blocks, self._tables, strict=True)
         step = DecodeStep(
             input_ids=tokens[None],
@@ -114,7 +113,8 @@ class DecodeGraphs:
             seq_lens=lens,
             last_rows=self._rows[:size],
             groups=tuple(
-                DecodeGroup(spec.window, block, slots, table[:size]) for spec, block, table in parts
+                DecodeGroup(spec.window, block, slots, table.there[:size])
+                for spec, block, table in parts
             ),
             places=self._groups.layers,
         )
@@ -135,16 +135,35 @@ class DecodeGraphs:
             table_rows(spec, stretches_of(steps, group, len(specs)))
             for group, spec in enumerate(specs)
         ]
-        padding = [NULL_BLOCK] * len(specs)
-        rows = np.array([[*PADDING_ROW, *padding]] * size, dtype=np.int64)
+        columns = self._columns.words[:, :size]
+        columns[:] = NULL_BLOCK
+        columns[: len(PADDING_ROW)] = np.array(PADDING_ROW)[:, None]
         for row, step in enumerate(steps):
             blocks = [table[row, step.start // block_size] for table in tables]
             slot = step.start % block_size
-            rows[row] = step.tokens[0], step.start, slot, step.end, *blocks
-        columns = rows.T.copy()
-        self._columns[:, :size].copy_(torch.from_numpy(columns))
-        for there, table in zip(self._tables, tables, strict=True):
-            there[: len(steps), : table.shape[1]].copy_(torch.from_numpy(table))
+            columns[:, row] = step.tokens[0], step.start, slot, step.end, *blocks
+        self._columns.upload(len(self._columns.words))
+        for mirror, table in zip(self._tables, tables, strict=True):
+            mirror.words[: len(steps), : table.shape[1]] = table
+            mirror.upload(len(steps))
+
+
+class _Mirror:
+    """A tensor at a fixed address and the host's copy of it, whose rows it takes over.
+
+    Nothing waits for an upload: the host's rows stay as they are until the device has done what it
+    was given (a step's caller waits for its logits).
+    """
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self.there = torch.zeros(shape, dtype=dtype, device=device)
+        is_apart = device.type != "cpu"
+        self._here = torch.zeros(shape, dtype=dtype, pin_memory=True) if is_apart else self.there
+        self.words: NDArray[np.int_] = self._here.numpy()
+
+    def upload(self, num_rows: int) -> None:
+        if self._here is not self.there:
+            self.there[:num_rows].copy_(self._here[:num_rows], non_blocking=True)
 
 
 def table_rows(spec: KVCacheSpec, stretches: Sequence[Stretch]) -> NDArray[np.int32]:

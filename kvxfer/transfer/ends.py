@@ -8,7 +8,7 @@ check it by the order of runs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -106,6 +106,21 @@ def box_of(src: End, dst: End, piece: Piece) -> Box:
         tuple(dst.strides[axis] for axis in outside),
         size,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What the boxes of a group were made of: those of fewer layers follow without another look at
+    blocks and regions."""
+
+    src: End
+    dst: End
+    pieces: tuple[Piece, ...]
+
+    def boxes(self, layers: range) -> tuple[Box, ...]:
+        """Of some of the layers that the recipe was made for."""
+        some = (replace(piece, layers=layers) for piece in self.pieces if layers)
+        return tuple(box_of(self.src, self.dst, piece) for piece in some)
 
 
 def stretches_of(end: End, piece: Piece) -> Stretches:

@@ -23,7 +23,7 @@ from kvxfer.cache.layout import GroupGeometry
 from kvxfer.errors import PlanError
 from kvxfer.transfer.boxes import Box
 from kvxfer.transfer.coverage import crossed_edges
-from kvxfer.transfer.ends import End, Piece, box_of, pieces, stretches_of
+from kvxfer.transfer.ends import End, Piece, Recipe, pieces, stretches_of
 from kvxfer.transfer.regions import Int64Array, RegionSet
 from kvxfer.transfer.runs import Runs, runs_of, split
 
@@ -45,6 +45,8 @@ class TransferPlan:
     """The runs, where they were not derived from boxes."""
     seen: tuple[RegionSet, RegionSet] | None = None
     """The registered regions, source's and destination's, that the planner found all of it in."""
+    recipes: tuple[Recipe | None, ...] = ()
+    """Group by group, of a planner's plan; None where nothing moves."""
 
     @classmethod
     def of_runs(cls, src: Int64Array, dst: Int64Array, sizes: Int64Array) -> TransferPlan:
@@ -62,6 +64,18 @@ class TransferPlan:
             same = same[np.argsort(dst[same], kind="stable")]
             boxes.append(Box(src[same], dst[same], (), (), (), size))
         return cls(tuple(boxes), given=Runs(src, dst, sizes))
+
+    def of_layers(self, layers: Sequence[range]) -> TransferPlan:
+        """The part of a planner's plan that moves `layers`, group by group, of those planned for.
+        What was checked for all of it holds for each part. Raises PlanError for other layers."""
+        if len(layers) != len(self.recipes):
+            raise PlanError(f"layers of {len(layers)} groups, the plan has {len(self.recipes)}")
+        boxes: list[Box] = []
+        for recipe, some in zip(self.recipes, layers, strict=True):
+            if recipe is not None:
+                _check_range(some, recipe.pieces[0].layers, "layers", "layers of the plan")
+                boxes += recipe.boxes(some)
+        return TransferPlan(tuple(boxes), self.src_edges, self.dst_edges, seen=self.seen)
 
     @cached_property
     def runs(self) -> Runs:
@@ -142,6 +156,7 @@ def plan_groups(
         np.concatenate(src_edges),
         np.concatenate(dst_edges),
         seen=(src[0].regions, dst[0].regions) if src else None,
+        recipes=tuple(recipe for part in parts for recipe in part.recipes),
     )
 
 
@@ -174,17 +189,19 @@ def plan_transfer(
         _check_tokens(side, tokens, name)
     heads = _common_heads(src, dst)
     if not tokens or not layers or not heads:
-        return TransferPlan(())
+        return TransferPlan((), recipes=(None,))
     src_end = _used_end(src, tokens, "source")
     dst_end = _used_end(dst, tokens, "destination")
     _check_unique(dst_end.blocks)
     sizes = src.geometry.spec.block_size, dst.geometry.spec.block_size
     parts = pieces(tokens, (min(sizes), sizes[1]), layers, heads)
+    recipe = Recipe(src_end, dst_end, tuple(parts))
     return TransferPlan(
-        tuple(box_of(src_end, dst_end, part) for part in parts),
+        recipe.boxes(layers),
         _edges(src_end, src.regions, tokens, parts[0], "source"),
         _edges(dst_end, dst.regions, tokens, parts[0], "destination"),
         seen=(src.regions, dst.regions),
+        recipes=(recipe,),
     )
 
 

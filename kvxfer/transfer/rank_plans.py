@@ -7,13 +7,13 @@ each pair of ranks that have heads in common. Pure.
 
 Every destination rank gets each of its heads from exactly one source (`transfer.shards`). That the
 moves of a piece bring every byte of it is checked by their sizes, which count from the boxes and
-not from the heads: `plan_ranks` returns moves that cover the piece, or raises.
+not from the heads: `RankPlans.moves` returns moves that cover the piece, or raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvxfer.cache.layout import CacheGeometry
 from kvxfer.cache.spec import GroupKind, KVCacheSpec
@@ -66,39 +66,45 @@ def total_heads(spec: KVCacheSpec, size: int) -> int:
     return 1 if spec.kind is GroupKind.MLA else spec.num_kv_heads * size
 
 
-def plan_ranks(
-    source: WorkerSide,
-    target: WorkerSide,
-    num_prompt: int,
-    tokens: Sequence[range],
-    layers: Sequence[range],
-) -> list[RankMove]:
-    """The moves that bring `tokens` of `layers`, group by group, to every rank of `target`; by
-    destination rank, then by source rank.
+class RankPlans:
+    """What brings `tokens` to every rank of `target`, planned and checked once for all layers;
+    `moves` takes out what is to move now."""
 
-    Raises PlanError as `plan_groups`, where heads and sizes do not fit, and where the moves would
-    not bring every byte; RegionError where one lies in no region.
-    """
-    totals = [total_heads(spec, source.size) for spec in source.geometry.specs]
-    moves = []
-    for dst_rank in range(target.size):
-        expected = _expected(dst_rank, target.size, source.size, totals)
-        mine = [
-            RankMove(
-                src_rank,
-                dst_rank,
-                plan_groups(
-                    source.of_rank(src_rank, totals, heads, num_prompt),
-                    target.of_rank(dst_rank, totals, heads, num_prompt),
-                    tokens,
-                    layers,
-                ),
-            )
-            for src_rank, heads in sorted(expected.items())
+    def __init__(
+        self, source: WorkerSide, target: WorkerSide, num_prompt: int, tokens: Sequence[range]
+    ) -> None:
+        """`tokens` group by group. Raises PlanError as `plan_groups`, and where heads and sizes do
+        not fit; RegionError where a byte lies in no region."""
+        self._specs = target.geometry.specs
+        self._tokens = tokens
+        totals = [total_heads(spec, source.size) for spec in source.geometry.specs]
+        self._by_rank = [
+            [
+                RankMove(
+                    src_rank,
+                    dst_rank,
+                    plan_groups(
+                        source.of_rank(src_rank, totals, heads, num_prompt),
+                        target.of_rank(dst_rank, totals, heads, num_prompt),
+                        tokens,
+                    ),
+                )
+                for src_rank, heads in sorted(
+                    _expected(dst_rank, target.size, source.size, totals).items()
+                )
+            ]
+            for dst_rank in range(target.size)
         ]
-        _check_covered(mine, target.geometry.specs, tokens, layers, dst_rank)
-        moves += mine
-    return [move for move in moves if move.plan.boxes] or moves[:1]
+
+    def moves(self, layers: Sequence[range]) -> list[RankMove]:
+        """Those of `layers`, group by group; by destination rank, then by source rank. Raises
+        PlanError for layers that there are not, and where the moves would not bring every byte."""
+        found = []
+        for dst_rank, whole in enumerate(self._by_rank):
+            mine = [replace(move, plan=move.plan.of_layers(layers)) for move in whole]
+            _check_covered(mine, self._specs, self._tokens, layers, dst_rank)
+            found += mine
+        return [move for move in found if move.plan.boxes] or found[:1]
 
 
 def _expected(

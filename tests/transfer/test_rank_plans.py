@@ -10,7 +10,7 @@ from kvxfer.cache.spec import GroupKind, KVCacheSpec
 from kvxfer.errors import PlanError
 from kvxfer.transfer import rank_plans
 from kvxfer.transfer.plan_parts import MoveParts
-from kvxfer.transfer.rank_plans import WorkerSide, plan_ranks
+from kvxfer.transfer.rank_plans import RankPlans, WorkerSide
 from kvxfer.transfer.regions import Region, RegionSet
 
 HEADS = 4
@@ -69,7 +69,7 @@ def test_every_rank_gets_every_element_of_its_heads_and_nothing_else(
         for name, place in elements(source, rank, *whole).items():
             cache[place] = names.setdefault(name, len(names) + 1)
     arrived = [np.zeros(target.geometry.total_bytes // 4, np.int32) for _ in range(dst_size)]
-    for move in plan_ranks(source, target, NUM_PROMPT, TOKENS, LAYERS):
+    for move in RankPlans(source, target, NUM_PROMPT, TOKENS).moves(LAYERS):
         again = MoveParts.of(move).move()  # as another rank's process gets it
         assert (again.src_rank, again.dst_rank) == (move.src_rank, move.dst_rank)
         runs = again.plan.runs
@@ -87,9 +87,8 @@ def test_every_rank_gets_every_element_of_its_heads_and_nothing_else(
 def test_one_move_where_nothing_travels():
     """So that whoever waits for a piece is told."""
     nothing = [range(0)] * 2
-    moves = plan_ranks(
-        side(2, "LBHNC", [3, 1, 5]), side(2, "LBHNC", [3, 1, 5]), 11, nothing, LAYERS
-    )
+    plans = RankPlans(side(2, "LBHNC", [3, 1, 5]), side(2, "LBHNC", [3, 1, 5]), 11, nothing)
+    moves = plans.moves(LAYERS)
     assert [move.plan.total_bytes for move in moves] == [0]
 
 
@@ -103,12 +102,10 @@ def test_a_head_that_nobody_sends_is_noticed(monkeypatch, lost):
     monkeypatch.setattr(rank_plans, "sources_of", forgetful)
     source, target = side(2, "LBHNC", [3, 1, 5]), side(1, "LBHNC", [3, 1, 5])
     with pytest.raises(PlanError, match=r"rank 0 would get \d+ bytes of \d+"):
-        plan_ranks(source, target, NUM_PROMPT, TOKENS, LAYERS)
+        RankPlans(source, target, NUM_PROMPT, TOKENS).moves(LAYERS)
 
 
 def test_heads_that_are_not_the_sources_are_refused():
     target = side(2, "LBHNC", [3, 1, 5])
     with pytest.raises(PlanError):
-        plan_ranks(
-            side(1, "LBHNC", [3, 1, 5]), dataclasses.replace(target, size=4), 11, TOKENS, LAYERS
-        )
+        RankPlans(side(1, "LBHNC", [3, 1, 5]), dataclasses.replace(target, size=4), 11, TOKENS)
