@@ -41,6 +41,10 @@ class Nest:
     def bytes_per_start(self) -> int:
         return math.prod(self.extents) * self.run_bytes
 
+    def bounds(self) -> tuple[int, int]:
+        """The lowest start and the highest."""
+        return int(self.starts.min()), int(self.starts.max())
+
     def stretches(self) -> Stretches:
         return Stretches.build(self.starts, self.extents, self.strides, self.run_bytes)
 
