@@ -183,7 +183,7 @@ def encode(*messages: Message) -> bytes:
 
 
 def notifications(messages: Sequence[Message]) -> Iterator[bytes]:
-    """As few as hold `messages`, in order; none is too large, unless one message is."""
+    """A few that hold `messages`, in order; none is too large, unless one message is."""
     data = encode(*messages)
     if len(data) <= MAX_MESSAGE_BYTES or len(messages) == 1:
         yield data
