@@ -81,6 +81,8 @@ class Receiver:
         computed = range(ready.start, ready.stop)
         tokens = travelling(geometry.specs, num_prompt, computed, theirs.specs)
         moves = plan_ranks(source, target, num_prompt, tokens, layers)
+        assert request.lane is not None
+        request.lane = peer.lane_for(request.lane, moves)
         if request.tokens_read == 0 and not any(request.layers_read):
             self._trace.event("transfer_start", request=request.request_id, lane=str(request.lane))
         self._advance(request, ready, layers)
@@ -93,7 +95,6 @@ class Receiver:
             request.stats = add_movement(request.stats, movement)
             self._read_ended(request, movement)
 
-        assert request.lane is not None
         self._transfer.move_ranks(peer.key, request.lane, moves, ended)
 
     def _next_layers(self, request: DecodeRequest, ready: Ready) -> list[range]:

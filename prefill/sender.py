@@ -63,6 +63,8 @@ class Sender:
         target = WorkerSide(facts.geometry, size, job.peer.regions, granted)
         moved = travelling(geometry.specs, num_prompt, tokens, facts.geometry.specs)
         moves = plan_ranks(source, target, num_prompt, moved, layers)
+        assert job.lane is not None
+        job.lane = job.peer.lane_for(job.lane, moves)
         if tokens.start == 0 and not any(one.start for one in layers):
             self._trace.event("transfer_start", request=job.request.request_id, lane=str(job.lane))
         job.num_ranks_reached = size
@@ -75,7 +77,6 @@ class Sender:
                 job.failure = f"push to {job.peer.name} failed: {movement.error}"
             self._settle(job)
 
-        assert job.lane is not None
         self._transfer.move_ranks(job.peer.key, job.lane, moves, ended)
 
     def _offer(

@@ -166,8 +166,9 @@ WRONG = {
     "beyond the capacity": LaneTrial("t" * 16, 8, [1, 1 << 40]),
     "no tokens": LaneTrial("t" * 16, 0, []),
     "a push without a trial": LanePush("t" * 16, "loopback/push", 8),
-    "an unknown lane": LaneChosen("t" * 16, "pigeon/push", 1.0),
-    "no lane": LaneChosen("t" * 16, "sideways", 1.0),
+    "an unknown lane": LaneChosen("t" * 16, "pigeon/push", 1.0, []),
+    "no lane": LaneChosen("t" * 16, "sideways", 1.0, []),
+    "an unknown lane that works": LaneChosen("t" * 16, "loopback/push", 1.0, ["pigeon/push"]),
 }
 
 
