@@ -208,17 +208,23 @@ def kernel_table(
     absolute addresses, in units."""
     first = 1 + len(boxes) * PARAMETERS
     words, starts, most = [len(boxes)], [], 0
-    shift = unit.bit_length() - 1  # a division takes several times as long
     for box in boxes:
         num_starts = len(box.dst_starts)
         shape = box.extents, box.src_strides, box.dst_strides
         rows_per_start, axes = _axes(*shape, box.run_bytes // unit, unit, cols)
         num_rows = num_starts * rows_per_start
         words += (num_rows, box.run_bytes // unit, first, first + num_starts, *axes)
-        starts += [(box.src_starts + src_base) >> shift, (box.dst_starts + dst_base) >> shift]
+        starts += [(box.src_starts, src_base), (box.dst_starts, dst_base)]
         first += 2 * num_starts
         most = max(most, num_rows)
-    return np.concatenate([np.array(words, dtype=np.int64), *starts]), most
+    table = np.empty(first, dtype=np.int64)
+    table[: len(words)] = words
+    first = len(words)
+    for column, base in starts:
+        np.add(column, base, out=table[first : first + len(column)])
+        first += len(column)
+    table[len(words) :] >>= unit.bit_length() - 1  # a division takes several times as long
+    return table, most
 
 
 @lru_cache(_SHAPES_KEPT)

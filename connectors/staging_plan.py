@@ -91,9 +91,9 @@ def _packed(nests: Sequence[Nest]) -> Iterator[tuple[Nest, Int64Array, tuple[int
         for extent in reversed(nest.extents):
             strides.insert(0, inner)
             inner *= extent
-        starts = np.arange(len(nest.starts), dtype=np.int64) * inner + offset
-        yield nest, starts, tuple(strides)
-        offset += nest.total_bytes
+        end = offset + len(nest.starts) * inner
+        yield nest, np.arange(offset, end, inner, dtype=np.int64), tuple(strides)
+        offset = end
 
 
 def piece_bytes(boxes: Sequence[Box], slot_bytes: int, num_slots: int) -> int:
