@@ -7,9 +7,10 @@ Facts relied on:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import or_
 from typing import Final
 
@@ -34,6 +35,9 @@ MAX_UNIT: Final = 16
 _WORD_BYTES: Final = 8
 """Of the widest word: a unit of 16 bytes is two."""
 _MIN_COLS: Final = 8
+_SHAPES_KEPT: Final = 512
+"""What follows from the shape of a box, and not from its starts, is worked out once for each: boxes
+come in few shapes, and it takes longer than the starts do."""
 
 
 def unit_bytes(box: Box, src_base: int, dst_base: int, limit: int) -> int:
@@ -156,6 +160,11 @@ class Tiling:
         return self.tile_bytes // _WORD_BYTES // words_in(unit)
 
 
+@lru_cache(_SHAPES_KEPT)
+def _cols(tiling: Tiling, run_bytes: int, unit: int) -> int:
+    return choose_cols(run_bytes // unit, tiling.cols(unit))
+
+
 def choose_cols(run_units: int, choices: Sequence[int]) -> int:
     """The longest row, of ascending `choices`, that leaves at most a tenth more of itself empty in
     a run than the best does."""
@@ -182,7 +191,7 @@ def kernel_jobs(
     for box in boxes:
         if box.total_bytes:
             unit = unit_bytes(box, src_base, dst_base, MAX_UNIT)
-            cols = choose_cols(box.run_bytes // unit, tiling.cols(unit))
+            cols = _cols(tiling, box.run_bytes, unit)
             parts = kernel_sized(box, cols * unit)
             by_variant.setdefault((unit, cols), []).extend(parts)
     jobs = []
@@ -201,20 +210,39 @@ def kernel_table(
     words, starts, most = [len(boxes)], [], 0
     for box in boxes:
         num_starts = len(box.dst_starts)
-        run_units = box.run_bytes // unit
-        rows_per_run = -(-run_units // cols)
-        num_rows = box.num_runs * rows_per_run
-        missing = AXES - len(box.extents)
-        words += [num_rows, run_units, first, first + num_starts]
-        words += _axis(1, 0, 0) * missing
-        for extent, src, dst in zip(box.extents, box.src_strides, box.dst_strides, strict=True):
-            words += _axis(extent, src // unit, dst // unit)
-        words += _axis(rows_per_run, cols, cols)
-        shift = unit.bit_length() - 1  # a division takes several times as long
-        starts += [(box.src_starts + src_base) >> shift, (box.dst_starts + dst_base) >> shift]
+        shape = box.extents, box.src_strides, box.dst_strides
+        rows_per_start, axes = _axes(*shape, box.run_bytes // unit, unit, cols)
+        num_rows = num_starts * rows_per_start
+        words += (num_rows, box.run_bytes // unit, first, first + num_starts, *axes)
+        starts += [(box.src_starts, src_base), (box.dst_starts, dst_base)]
         first += 2 * num_starts
         most = max(most, num_rows)
-    return np.concatenate([np.array(words, dtype=np.int64), *starts]), most
+    table = np.empty(first, dtype=np.int64)
+    table[: len(words)] = words
+    first = len(words)
+    for column, base in starts:
+        np.add(column, base, out=table[first : first + len(column)])
+        first += len(column)
+    table[len(words) :] >>= unit.bit_length() - 1  # a division takes several times as long
+    return table, most
+
+
+@lru_cache(_SHAPES_KEPT)
+def _axes(
+    extents: tuple[int, ...],
+    src_strides: tuple[int, ...],
+    dst_strides: tuple[int, ...],
+    run_units: int,
+    unit: int,
+    cols: int,
+) -> tuple[int, tuple[int, ...]]:
+    """Rows of a start, and the words of all axes."""
+    rows_per_run = -(-run_units // cols)
+    words = _axis(1, 0, 0) * (AXES - len(extents))
+    for extent, src, dst in zip(extents, src_strides, dst_strides, strict=True):
+        words += _axis(extent, src // unit, dst // unit)
+    words += _axis(rows_per_run, cols, cols)
+    return math.prod(extents) * rows_per_run, tuple(words)
 
 
 def _axis(extent: int, src_stride: int, dst_stride: int) -> list[int]:

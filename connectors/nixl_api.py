@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -63,10 +62,23 @@ def _foreign_errors() -> tuple[type[Exception], ...]:
     return (*own, RuntimeError, ValueError)
 
 
-@contextmanager
-def translated(call: str) -> Iterator[None]:
-    """The one place where an exception of NIXL becomes one of ours."""
-    try:
-        yield
-    except _foreign_errors() as error:
-        raise ConnectorError(f"NIXL {call}: {type(error).__name__}: {error}") from error
+class translated:
+    """The one place where an exception of NIXL becomes one of ours. A class, since a generator
+    takes three times as long, and calls take microseconds."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: str) -> None:
+        self._call = call
+
+    def __enter__(self) -> None:
+        """Nothing to be done."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception) and isinstance(error, _foreign_errors()):
+            raise ConnectorError(f"NIXL {self._call}: {type(error).__name__}: {error}") from error

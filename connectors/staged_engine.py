@@ -81,6 +81,7 @@ class Engine:
         if now_s - self._looked_s >= _LOOK_INTERVAL_S:
             self._looked_s = now_s
             self._look_after_links(now_s)
+        self.links.flush()
         return ended
 
     def settle(self) -> list[Ticket]:

@@ -23,7 +23,7 @@ from connectors.staged_messages import (
     Ring,
     SlotMessage,
     decode,
-    encode,
+    notifications,
 )
 from kvxfer.errors import ConnectorError
 from kvxfer.transfer.envelope import seal, unseal
@@ -57,6 +57,8 @@ class Link:
     """Why nothing can be sent any more."""
     probed_s: float = 0.0
     used_s: float = 0.0
+    unsent: list[Message] = field(default_factory=list)
+    """What `Links.flush` sends."""
 
     @property
     def agent(self) -> str:
@@ -128,14 +130,21 @@ class Links:
 
     def greet(self, link: Link) -> None:
         """Tell the peer our session with it, and ask for its own if that is unknown."""
-        self._post(link, Greeting(link.session, link.remote_session or 0, self._sealed))
+        link.unsent.append(Greeting(link.session, link.remote_session or 0, self._sealed))
+        self._post(link)
 
     def send(self, link: Link, make: Callable[[int], Message]) -> None:
-        """`make` is given the peer's session. Nothing goes to a link that is not ready: its peer
-        has given up what the message is about."""
+        """With the next `flush`. `make` is given the peer's session. Nothing goes to a link that is
+        not ready: its peer has given up what the message is about."""
         if link.is_ready and link.remote_session is not None:
             link.used_s = self._clock()
-            self._post(link, make(link.remote_session))
+            link.unsent.append(make(link.remote_session))
+
+    def flush(self) -> None:
+        """What was said in a turn goes out, in one notification a peer: one takes longer than many
+        messages do."""
+        for link in [one for one in self._links.values() if one.unsent]:
+            self._post(link)
 
     def receive(self) -> list[tuple[Link, SlotMessage | ConnectorError]]:
         """What is for others to handle, of the messages that came: those of the present session,
@@ -143,18 +152,8 @@ class Links:
         found: list[tuple[Link, SlotMessage | ConnectorError]] = []
         for agent, data in self._agent.received():
             try:
-                message = decode(data)
-                link = self._links.get(agent)
-                if isinstance(message, Greeting):
-                    self._greeted(agent, message)
-                elif link is not None and message.to == link.session:
-                    link.heard_s = self._clock()
-                    if isinstance(message, Bye):
-                        self._reset(link, f"agent {agent} gave the connection up")
-                    elif isinstance(message, Ping):
-                        self._answer(link, message)
-                    else:
-                        found.append((link, message))
+                for message in decode(data):
+                    self._hear(agent, message, found)
             except ConnectorError as error:
                 known = self._links.get(agent)
                 logger.warning("agent %s said what is refused: %s", agent, error)
@@ -176,6 +175,8 @@ class Links:
     def leave(self, link: Link) -> None:
         """Give up a link over which nothing is under way."""
         self.send(link, Bye)
+        if link.unsent:
+            self._post(link)
         self._drop(link)
 
     def fail(self, link: Link, reason: str) -> None:
@@ -183,6 +184,7 @@ class Links:
         if link.failure is not None:
             return
         link.failure = reason
+        link.unsent.clear()
         self._leaving.add(link.agent)
         if not link.is_wanted and self._links.get(link.agent) is link:
             del self._links[link.agent]
@@ -193,6 +195,21 @@ class Links:
         for agent in self._leaving - written_to:
             self._leaving.discard(agent)
             self._agent.remove_peer(agent)
+
+    def _hear(
+        self, agent: str, message: Message, found: list[tuple[Link, SlotMessage | ConnectorError]]
+    ) -> None:
+        link = self._links.get(agent)
+        if isinstance(message, Greeting):
+            self._greeted(agent, message)
+        elif link is not None and message.to == link.session:
+            link.heard_s = self._clock()
+            if isinstance(message, Bye):
+                self._reset(link, f"agent {agent} gave the connection up")
+            elif isinstance(message, Ping):
+                self._answer(link, message)
+            else:
+                found.append((link, message))
 
     def _greeted(self, agent: str, greeting: Greeting) -> None:
         ring = unseal_ring(greeting.ring)
@@ -214,6 +231,7 @@ class Links:
         """The peer knows nothing of our session any more: the next one is new to it."""
         link.session = secrets.randbits(62) | 1
         link.remote_session = None
+        link.unsent.clear()
         self._lost(link, reason)
 
     def _drop(self, link: Link) -> None:
@@ -223,8 +241,10 @@ class Links:
             link.failure = "it was given up"
             self._leaving.add(link.agent)
 
-    def _post(self, link: Link, message: Message) -> None:
+    def _post(self, link: Link) -> None:
+        unsent, link.unsent = link.unsent, []
         try:
-            self._agent.notify(link.agent, encode(message))
+            for data in notifications(unsent):
+                self._agent.notify(link.agent, data)
         except ConnectorError as error:
             self.fail(link, str(error))

@@ -10,7 +10,8 @@
 
 Ask, Grant and Piece are each answered once, whatever happens: so a slot has one owner at any time,
 and who has asked knows when nobody touches its memory any more. All but Greeting carry the session
-that the receiver has with the sender; what belongs to an earlier one is ignored.
+that the receiver has with the sender; what belongs to an earlier one is ignored. A notification
+carries several, in order: all that there is to say to a peer after a turn.
 
 A notification is no proof of anything: all that is in one is checked before it is used, against
 what was asked, the ring, and the regions that are registered here.
@@ -19,7 +20,7 @@ what was asked, the ring, and the regions that are registered here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -29,7 +30,8 @@ from connectors.staging_plan import MAX_BOXES, MAX_STARTS, Nest
 from kvxfer.errors import ConnectorError
 
 MAX_MESSAGE_BYTES = 256 << 10
-"""The largest is a Piece or an Ask: 8 bytes a start and some 100 a box."""
+"""Of a notification. The largest message is a Piece or an Ask: 8 bytes a start and some 100 a
+box."""
 MAX_SLOTS = 4096
 MAX_TEXT = 512
 _MAX_AXES = 8
@@ -172,17 +174,29 @@ class Landed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 SlotMessage: TypeAlias = Ask | Written | Refused | Offer | Grant | Piece | Return | Landed
 Message: TypeAlias = Greeting | Ping | Bye | SlotMessage
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_decoder: msgspec.msgpack.Decoder[list[Message]] = msgspec.msgpack.Decoder(list[Message])
 
 
-def encode(message: Message) -> bytes:
-    return _encoder.encode(message)
+def encode(*messages: Message) -> bytes:
+    """A notification."""
+    return _encoder.encode(messages)
 
 
-def decode(data: bytes) -> Message:
-    """Raises ConnectorError for what is no message."""
+def notifications(messages: Sequence[Message]) -> Iterator[bytes]:
+    """A few that hold `messages`, in order; none is too large, unless one message is."""
+    data = encode(*messages)
+    if len(data) <= MAX_MESSAGE_BYTES or len(messages) == 1:
+        yield data
+        return
+    middle = len(messages) // 2
+    yield from notifications(messages[:middle])
+    yield from notifications(messages[middle:])
+
+
+def decode(data: bytes) -> list[Message]:
+    """What a notification says. Raises ConnectorError where any of it is no message."""
     if len(data) > MAX_MESSAGE_BYTES:
-        raise ConnectorError(f"a message of {len(data)} bytes, more than {MAX_MESSAGE_BYTES}")
+        raise ConnectorError(f"a notification of {len(data)} bytes, over {MAX_MESSAGE_BYTES}")
     try:
         return _decoder.decode(data)
     except msgspec.MsgspecError as error:

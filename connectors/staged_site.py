@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from connectors.peer_copy import Copier
 from connectors.staged_agent import StagedAgent
+from connectors.staged_cover import Cover
 from connectors.staged_link import Clock
 from connectors.staged_messages import Ring
 from connectors.staging_plan import Nest, gather, scatter
@@ -28,6 +29,8 @@ class Site:
     clock: Clock
     regions: RegionSet
     is_closing: bool = False
+    _cover: Cover = field(default_factory=lambda: Cover(RegionSet()))
+    """Of `regions` as they were when bytes were last looked for in them."""
 
     def gather(self, nests: Sequence[Nest], slot: int, known: RegionSet | None) -> Any:
         """Start copying from the cache into an outgoing slot. Raises ConnectorError where bytes
@@ -46,7 +49,12 @@ class Site:
     def _check(self, nests: Sequence[Nest], what: str, known: RegionSet | None) -> None:
         if known is self.regions:
             return
+        if self._cover.regions is not self.regions:
+            self._cover = Cover(self.regions)
+        unsure = [nest.stretches() for nest in nests if not self._cover.holds(nest)]
+        if not unsure:
+            return
         try:
-            crossed_edges([nest.stretches() for nest in nests], self.regions, what)
+            crossed_edges(unsure, self.regions, what)
         except RegionError as error:
             raise ConnectorError(str(error)) from error

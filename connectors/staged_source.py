@@ -181,7 +181,7 @@ class Source:
         if one.write is None and not self._has_gathered(one):
             return one.slot == _OVER
         try:
-            if not self._site.agent.is_finished(one.write):
+            if not self._site.agent.is_written(one.write):
                 return False
         except ConnectorError as error:
             self._end(one, str(error))

@@ -23,6 +23,10 @@ MAX_BOXES = 64
 _CUT_BYTES = 4096
 """Runs longer than a slot are cut at multiples of this, so that no part is off its alignment."""
 
+LEAST_BYTES = 4 << 20
+"""A piece is not made smaller so that there are more: what there is to say of it takes as long as
+it does to be written over NVLink."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Nest:
@@ -40,6 +44,10 @@ class Nest:
     @property
     def bytes_per_start(self) -> int:
         return math.prod(self.extents) * self.run_bytes
+
+    def bounds(self) -> tuple[int, int]:
+        """The lowest start and the highest."""
+        return int(self.starts.min()), int(self.starts.max())
 
     def stretches(self) -> Stretches:
         return Stretches.build(self.starts, self.extents, self.strides, self.run_bytes)
@@ -83,9 +91,21 @@ def _packed(nests: Sequence[Nest]) -> Iterator[tuple[Nest, Int64Array, tuple[int
         for extent in reversed(nest.extents):
             strides.insert(0, inner)
             inner *= extent
-        starts = np.arange(len(nest.starts), dtype=np.int64) * inner + offset
-        yield nest, starts, tuple(strides)
-        offset += nest.total_bytes
+        end = offset + len(nest.starts) * inner
+        yield nest, np.arange(offset, end, inner, dtype=np.int64), tuple(strides)
+        offset = end
+
+
+def piece_bytes(boxes: Sequence[Box], slot_bytes: int, num_slots: int) -> int:
+    """The limit for pieces of `boxes`: a slot, or less where they would not fill half of the slots,
+    so that gather, write and scatter go on side by side. Starts as they are make equal pieces."""
+    full = [box for box in boxes if box.total_bytes]
+    total = sum(box.total_bytes for box in full)
+    parts = max(1, min(num_slots // 2, total // LEAST_BYTES))
+    share = -(-total // parts)
+    starts = [box.total_bytes // len(box.dst_starts) for box in full]
+    spare = max((one - 1 for one in starts if one <= share), default=0)
+    return min(slot_bytes, max(LEAST_BYTES, share + spare))
 
 
 def pieces_of(

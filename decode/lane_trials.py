@@ -23,6 +23,7 @@ from kvxfer.control.lane_messages import LaneChosen, LanePush, LanePushed, LaneR
 from kvxfer.control.session import Peer
 from kvxfer.errors import HandshakeRejected, KvxferError, WireError
 from kvxfer.transfer.connector import Direction
+from kvxfer.transfer.lane_costs import LaneSamples
 from kvxfer.transfer.lanes import Lane, best_of
 from kvxfer.transfer.pattern import check_pattern, erase
 from kvxfer.worker.assembly import WorkerParts
@@ -64,6 +65,7 @@ class _Trial:
     """Being tried."""
     times_ns: list[int] = field(default_factory=list)
     gbps: dict[Lane, float] = field(default_factory=dict)
+    samples: LaneSamples = field(default_factory=LaneSamples)
     errors: dict[Lane, str] = field(default_factory=dict)
     reads_in_flight: int = 0
     is_written: bool = False
@@ -116,7 +118,7 @@ class LaneTrials:
 
     def _choose_untried(self, peer: Peer, lane: Lane, reason: str) -> None:
         logger.info("lanes to %s were not tried: %s; using %s", peer.name, reason, lane)
-        if self._parts.peers.send(peer.key, LaneChosen("", str(lane), 0.0)):
+        if self._parts.peers.send(peer.key, LaneChosen("", str(lane), 0.0, [])):
             self._parts.peers.settle(peer, lane, 0.0)
 
     # --- messages -----------------------------------------------------------------------------
@@ -134,10 +136,8 @@ class LaneTrials:
             self._choose_untried(trial.peer, trial.fallback, f"not now, says {trial.peer.name}")
             return
         assert trial.peer.facts is not None
-        theirs = trial.peer.facts.geometry.groups[0]
-        wrong = why_not(
-            first_group(self._parts), theirs, LaneTrial("", trial.num_tokens, ready.blocks)
-        )
+        theirs, told = trial.peer.facts.geometry.groups[0], ready.blocks
+        wrong = why_not(first_group(self._parts), theirs, LaneTrial("", trial.num_tokens, told))
         if wrong:
             raise WireError(f"LaneReady: {wrong}")
         trial.source = ready.blocks
@@ -183,10 +183,12 @@ class LaneTrials:
 
         def ended(movement: Movement) -> None:
             trial.reads_in_flight -= 1
+            if not movement.error:
+                trial.samples.add(lane, *movement.measured)
             if trial.is_over:
                 self._give_back()
             else:
-                self._moved(trial, movement.end_ns - movement.start_ns, movement.error or "")
+                self._moved(trial, movement.elapsed_ns, movement.error or "")
 
         self._parts.transfer.move(peer.key, lane, plan, ended)
 
@@ -199,12 +201,10 @@ class LaneTrials:
             return
         trial.times_ns.append(elapsed_ns)
         is_long = elapsed_ns * trial.num_tokens > LONG_NS * trial.tokens
-        if trial.tokens < trial.num_tokens and not is_long:
-            trial.tokens, trial.times_ns = trial.num_tokens, []
-            self._move(trial)
-            return
-        is_one_of_many = lane.direction is Direction.PULL and elapsed_ns < LONG_NS
-        if is_one_of_many and len(trial.times_ns) < NUM_TRANSFERS:
+        is_again = lane.direction is Direction.PULL and len(trial.times_ns) < NUM_TRANSFERS
+        if not is_long and (is_again or trial.tokens < trial.num_tokens):
+            if not is_again:
+                trial.tokens, trial.times_ns = trial.num_tokens, []
             self._move(trial)
             return
         seed = trial_seed(trial.trial_id)
@@ -258,8 +258,9 @@ class LaneTrials:
         gbps, least = trial.gbps[lane], self._parts.options.min_lane_gbps
         if gbps < least:
             raise HandshakeRejected("min_lane_gbps", f"{least:g}", f"{gbps:.3g} by {lane}")
-        if self._parts.peers.send(peer.key, LaneChosen(trial.trial_id, str(lane), gbps)):
-            self._parts.peers.settle(peer, lane, gbps)
+        chosen = LaneChosen(trial.trial_id, str(lane), gbps, [str(one) for one in trial.gbps])
+        if self._parts.peers.send(peer.key, chosen):
+            self._parts.peers.settle(peer, lane, gbps, trial.samples.costs(trial.gbps))
 
     def tick(self) -> None:
         for trial in list(self._trials.values()):

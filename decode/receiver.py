@@ -70,14 +70,13 @@ class Receiver:
         assert peer is not None
         layers = self._next_layers(request, ready)
         computed = range(ready.start, ready.stop)
-        is_planned = (computed, ready.lease.blocks) == (
-            request.planned_tokens,
-            request.lease_blocks,
-        )
-        if request.plans is None or not is_planned:
-            request.plans = self._plans(request, peer, computed, ready.lease.blocks)
-            request.planned_tokens, request.lease_blocks = computed, ready.lease.blocks
+        leased, planned = ready.lease.blocks, (request.planned_tokens, request.lease_blocks)
+        if request.plans is None or planned != (computed, leased):
+            request.plans = self._plans(request, peer, computed, leased)
+            request.planned_tokens, request.lease_blocks = computed, leased
         moves = request.plans.moves(layers)
+        assert request.lane is not None
+        request.lane = peer.lane_for(request.lane, moves)
         if request.tokens_read == 0 and not any(request.layers_read):
             self._trace.event("transfer_start", request=request.request_id, lane=str(request.lane))
         self._advance(request, ready, layers)
@@ -89,7 +88,6 @@ class Receiver:
             request.stats = add_movement(request.stats, movement)
             self._read_ended(request, movement)
 
-        assert request.lane is not None
         self._transfer.move_ranks(peer.key, request.lane, moves, ended)
 
     def _plans(

@@ -55,7 +55,7 @@ class DecodeRequest:
     """Group by group."""
     prefill: Peer | None = None
     lane: Lane | None = None
-    """By which its KV arrives, to the end."""
+    """By which its KV arrives: the last piece did; its direction stays to the end."""
     grant_id: str = ""
     reads_in_flight: int = 0
     tokens_read: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from kvxfer.control.lane_messages import LaneChosen, LanePush, LanePushed, LaneR
 from kvxfer.control.session import Peer
 from kvxfer.errors import KvxferError, WireError
 from kvxfer.transfer.connector import Direction
+from kvxfer.transfer.lane_costs import LaneSamples
 from kvxfer.transfer.lanes import Lane
 from kvxfer.transfer.pattern import write_pattern
 from kvxfer.transfer.plan import TransferPlan
@@ -34,6 +35,8 @@ class _Trial:
     message: LaneTrial
     blocks: list[list[int]]
     """Of ours, group by group: only the first has any."""
+    samples: LaneSamples = field(default_factory=LaneSamples)
+    """Of our pushes."""
     moves_in_flight: int = 0
     is_over: bool = False
 
@@ -120,7 +123,9 @@ class LaneTrialServer:
     ) -> None:
         def ended(movement: Movement) -> None:
             self._moved(key, trial)
-            times_ns.append(movement.end_ns - movement.start_ns)
+            times_ns.append(movement.elapsed_ns)
+            if not movement.error:
+                trial.samples.add(lane, *movement.measured)
             is_last = len(times_ns) == NUM_TRANSFERS or times_ns[-1] > LONG_NS
             if movement.error or is_last:
                 self._answer(key, message, min(times_ns), movement.error or "")
@@ -137,10 +142,15 @@ class LaneTrialServer:
     def _on_chosen(self, key: str, chosen: LaneChosen) -> None:
         peer = self._parts.peers.require_met(key)
         lane = Lane.parse(chosen.lane)
-        if lane not in peer.lanes:
-            raise WireError(f"LaneChosen {lane}, which is no lane of this pair")
+        proven = [Lane.parse(one) for one in chosen.proven]
+        for one in (lane, *proven):
+            if one not in peer.lanes:
+                raise WireError(f"LaneChosen {one}, which is no lane of this pair")
+        trial = self._trials.get(key)
+        is_this = trial is not None and trial.message.trial_id == chosen.trial_id
+        costs = trial.samples.costs(proven) if trial is not None and is_this else {}
         self.lost(peer)
-        self._parts.peers.settle(peer, lane, chosen.gbps)
+        self._parts.peers.settle(peer, lane, chosen.gbps, costs)
 
     def lost(self, peer: Peer) -> None:
         """The trial with this peer, if any, is over."""

@@ -69,7 +69,7 @@ class PrefillJob:
     failure: str = ""
     """Why it was given up; told to decode once nothing of ours is under way any more."""
     lane: Lane | None = None
-    """By which its KV flows, to the end."""
+    """By which its KV flows: the last piece did; its direction stays to the end."""
     aborted: bool = False
     """Decode gave it up and is owed an Aborted."""
 

@@ -58,6 +58,8 @@ class Sender:
         if job.plans is None or job.planned_tokens != tokens:
             job.plans, job.planned_tokens = self._plans(job, tokens), tokens
         moves = job.plans.moves(layers)
+        assert job.lane is not None
+        job.lane = job.peer.lane_for(job.lane, moves)
         if tokens.start == 0 and not any(one.start for one in layers):
             self._trace.event("transfer_start", request=job.request.request_id, lane=str(job.lane))
         job.moves_in_flight += 1
@@ -69,7 +71,6 @@ class Sender:
                 job.failure = f"push to {job.peer.name} failed: {movement.error}"
             self._settle(job)
 
-        assert job.lane is not None
         self._transfer.move_ranks(job.peer.key, job.lane, moves, ended)
 
     def _plans(self, job: PrefillJob, tokens: range) -> RankPlans:

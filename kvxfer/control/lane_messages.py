@@ -51,3 +51,5 @@ class LaneChosen(WireStruct, frozen=True):
     lane: str
     gbps: float
     """As measured; 0 where it was not."""
+    proven: list[str]
+    """The lanes that delivered every byte, `lane` among them."""

@@ -22,8 +22,9 @@ from kvxfer.control.facts import RankFacts, WorkerFacts
 from kvxfer.control.messages import RegionsUpdate
 from kvxfer.errors import HandshakeRejected, WireError
 from kvxfer.transfer.connector import Direction
+from kvxfer.transfer.lane_costs import LaneCosts, cheapest
 from kvxfer.transfer.lanes import Lane, LaneSide, candidates
-from kvxfer.transfer.rank_plans import total_heads
+from kvxfer.transfer.rank_plans import RankMove, total_heads
 from kvxfer.transfer.regions import Region, RegionSet
 
 MAX_RANKS = 8
@@ -54,6 +55,8 @@ class Peer:
     """The one in use: the first, until another one was chosen."""
     lane_gbps: float = 0.0
     """As measured when it was chosen; 0 where it was not."""
+    lane_costs: LaneCosts = field(default_factory=dict)
+    """Of the lanes that proved to work, as far as we start transfers; none where none was tried."""
     met_s: float = 0.0
     regions: RegionSet = field(default_factory=RegionSet)
     hello_sent_s: float = 0.0
@@ -79,6 +82,10 @@ class Peer:
     @property
     def direction(self) -> Direction | None:
         return self.lane.direction if self.lane else None
+
+    def lane_for(self, settled: Lane, moves: Sequence[RankMove]) -> Lane:
+        """The lane of the direction that was `settled` on by which `moves` cost least."""
+        return cheapest(settled, self.lane_costs, self.reached, [move.plan for move in moves])
 
     def learn(self, facts: WorkerFacts, lanes: Sequence[Lane]) -> None:
         """Take over what Hello or Welcome said. Raises RegionError or WireError on bad regions."""

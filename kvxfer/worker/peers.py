@@ -26,6 +26,7 @@ from kvxfer.control.messages import (
 )
 from kvxfer.control.session import Peer, PeerState, agree
 from kvxfer.errors import ControlError, HandshakeRejected, KvxferError, WireError, WorkerDied
+from kvxfer.transfer.lane_costs import LaneCosts
 from kvxfer.transfer.lanes import Lane
 from kvxfer.worker.holders import Holders
 from kvxfer.worker.liveness import Liveness
@@ -233,11 +234,11 @@ class PeerTable:
 
         self._connect(peer, peer.facts.ranks, loaded)
 
-    def settle(self, peer: Peer, lane: Lane, gbps: float) -> None:
-        """KV flows between `peer` and us by `lane` from now on."""
+    def settle(self, peer: Peer, lane: Lane, gbps: float, costs: LaneCosts | None = None) -> None:
+        """KV flows between `peer` and us by `lane` from now on, or by others of its direction."""
         if not peer.is_met:
             return
-        peer.lane, peer.lane_gbps = lane, gbps
+        peer.lane, peer.lane_gbps, peer.lane_costs = lane, gbps, dict(costs or {})
         if peer.state is PeerState.MET:
             peer.state = PeerState.READY
             logger.info("peer %s is ready, lane: %s", peer.name, lane)

@@ -39,6 +39,15 @@ class Movement:
     end_ns: int
     error: str | None
 
+    @property
+    def elapsed_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+    @property
+    def measured(self) -> tuple[int, int, int]:
+        """Bytes, runs, nanoseconds."""
+        return self.num_bytes, self.num_runs, self.elapsed_ns
+
 
 @dataclass(slots=True)
 class _Flight:

@@ -11,6 +11,7 @@ import pytest
 from support.staged_sides import (
     KIB,
     MIB,
+    NUM_SLOTS,
     RING_BYTES,
     SOME,
     WHOLE,
@@ -36,7 +37,7 @@ from connectors.staged_messages import (
     Written,
     encode,
 )
-from connectors.staged_ring import NUM_SLOTS, STAGING_BYTES
+from connectors.staged_ring import STAGING_BYTES
 from kvxfer.errors import ConnectorError
 from kvxfer.transfer.connector import Direction
 

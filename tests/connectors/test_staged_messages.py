@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connectors.staged_messages import WireNest, decode, encode, from_wire
+from connectors.staged_messages import (
+    MAX_MESSAGE_BYTES,
+    Ask,
+    Grant,
+    WireNest,
+    decode,
+    encode,
+    from_wire,
+    notifications,
+)
 from connectors.staged_ring import STAGING_BYTES, STAGING_SLOTS, RingShape, ring_shape
 from kvxfer.errors import ConnectorError, UsageError
 
@@ -20,7 +29,7 @@ MIB = 1 << 20
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_message_are_refused_or_decode(data: bytes) -> None:
     with contextlib.suppress(ConnectorError):
-        assert encode(decode(data))
+        assert encode(*decode(data))
 
 
 @pytest.mark.parametrize(
@@ -49,9 +58,20 @@ def test_nests_that_lie_elsewhere_are_refused(
         from_wire([WireNest(column, extents, strides, run_bytes)], size_bytes, 1000)
 
 
+def test_what_is_said_in_a_turn_goes_in_few_notifications_in_order() -> None:
+    large = (WireNest(bytes(64 << 10), (), (), 8),)
+    asks = [Ask(1, number, 0, 8, large) for number in range(1, 8)]
+    grants = [Grant(1, number, 0) for number in range(1, 500)]
+    for messages, most in ((asks, 4), (grants, 1), (asks + grants, 10), (asks[:1], 1)):
+        sent = list(notifications(messages))
+        assert len(sent) <= most and all(len(data) <= MAX_MESSAGE_BYTES for data in sent)
+        assert [one for data in sent for one in decode(data)] == messages
+
+
 def test_the_ring_is_as_large_as_asked() -> None:
     assert ring_shape("cpu", {}) == RingShape(2 * MIB, 8)
-    assert ring_shape("cuda:1", {STAGING_SLOTS: "4"}) == RingShape(32 * MIB, 4)
+    assert ring_shape("cuda:1", {}) == RingShape(64 * MIB, 4)
+    assert ring_shape("cuda:1", {STAGING_SLOTS: "8"}) == RingShape(32 * MIB, 8)
     assert ring_shape("cpu", {STAGING_BYTES: "100000"}) == RingShape(4096, 8)
     for name, bad in (
         *((STAGING_BYTES, text) for text in ("-1", "1e9", "0", "65535", "x", str(1 << 41), "²")),

@@ -10,7 +10,14 @@ from support.box_cases import BoxCase, box, box_cases
 from support.planning import bytes_of_boxes
 
 from connectors.host_copy import copy_host
-from connectors.staging_plan import MAX_STARTS, gather, pieces_of, scatter
+from connectors.staging_plan import (
+    LEAST_BYTES,
+    MAX_STARTS,
+    gather,
+    piece_bytes,
+    pieces_of,
+    scatter,
+)
 
 
 @settings(max_examples=15, deadline=None)
@@ -72,3 +79,33 @@ def test_many_small_runs_are_bounded_by_their_starts() -> None:
     starts = list(range(0, 30 * MAX_STARTS, 10))
     pieces = list(pieces_of([box(starts, starts, 8)], 1 << 20))
     assert [len(piece.boxes[0].dst_starts) for piece in pieces] == [MAX_STARTS] * 3
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("num_starts", "start_mib", "num_slots", "sizes_mib"),
+    [
+        (512, 2, 4, [64] * 16),
+        (40, 2, 4, [40, 40]),
+        (51, 2, 8, [26, 26, 26, 24]),
+        (3, 2, 8, [6]),
+        (6, 2, 8, [4, 4, 4]),
+        (1, 100, 4, [50, 50]),
+        (1, 1, 1, [1]),
+    ],
+)
+def test_small_plans_are_cut_so_that_slots_are_busy(
+    num_starts: int, start_mib: int, num_slots: int, sizes_mib: list[int]
+) -> None:
+    starts = [index * start_mib * MIB for index in range(num_starts)]
+    boxes = [box(starts, starts, start_mib * MIB), box([], [], 10)]
+    limit = piece_bytes(boxes, 64 * MIB, num_slots)
+    assert LEAST_BYTES <= limit <= 64 * MIB
+    assert [piece.size_bytes / MIB for piece in pieces_of(boxes, limit)] == sizes_mib
+
+
+def test_a_plan_without_bytes_has_no_pieces() -> None:
+    assert piece_bytes([], 100, 4) == 100
+    assert list(pieces_of([], piece_bytes([], 100, 4))) == []

@@ -13,12 +13,13 @@ import numpy as np
 from connectors.staged import StagedConnector
 from connectors.staged_agent import StagedAgent
 from connectors.staged_link import Link
-from connectors.staged_ring import NUM_SLOTS
+from connectors.staged_ring import ring_shape
 from kvxfer.transfer.connector import MemoryWindow, TicketResult
 from kvxfer.transfer.plan import TransferPlan
 from kvxfer.transfer.regions import Region
 
 KIB, MIB = 1 << 10, 1 << 20
+NUM_SLOTS = ring_shape("cpu", {}).num_slots
 WINDOW_BYTES = 4 * MIB
 RING_BYTES = 2 * NUM_SLOTS * 64 * KIB
 WHOLE = Region(0, WINDOW_BYTES)

@@ -88,9 +88,11 @@ def make_engine(
     driver: HostDriver | None = None,
     fingerprint: str = "f" * 32,
     role: str = "decode",
+    second: str = "",
 ) -> Engine:
     """An engine with one granule per segment committed, as after warm-up. `layout` may name one
     for each group, with commas; the budget pays for `bound` blocks (default: `capacity`) of each.
+    `second` names another connector, of the same kind.
     """
     driver = driver or FaultyDriver(GRANULARITY)
     names = layout.split(",") if "," in layout else [layout] * len(specs)
@@ -102,7 +104,10 @@ def make_engine(
     window = MemoryWindow(cache.buffer.base_address, geometry.total_bytes, "cpu", cache.buffer)
     transport = SlowLoopback(f"{options.worker_id}.{incarnation}", window)
     initiates = Direction.PULL if role == "decode" else Direction.PUSH
-    connector = MultiConnector({"loopback": transport}, initiates)
+    transports = {"loopback": transport}
+    if second:
+        transports[second] = SlowLoopback(f"{options.worker_id}.{incarnation}.{second}", window)
+    connector = MultiConnector(transports, initiates)
     return Engine(
         options=options,
         info=make_info(fingerprint),

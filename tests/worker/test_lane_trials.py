@@ -10,7 +10,9 @@ from kvxfer.control.messages import Welcome
 from kvxfer.control.session import PeerState
 from kvxfer.errors import HandshakeRejected
 from kvxfer.transfer.connector import Direction
+from kvxfer.transfer.lane_costs import LaneCost
 from kvxfer.transfer.lanes import Lane, best_of
+from kvxfer.transfer.plan import TransferPlan
 
 
 def tried(cluster, **changes):
@@ -54,14 +56,67 @@ class OneWay(SlowLoopback):
 
     def submit(self, peer, direction, plan):
         if direction is Direction.PULL:
-            from kvxfer.transfer.plan import TransferPlan
-
             plan = TransferPlan(())
         return super().submit(peer, direction, plan)
 
 
+class NoWay(SlowLoopback):
+    """Loopback that copies nothing and says that it is done."""
+
+    def submit(self, peer, direction, plan):
+        return super().submit(peer, direction, TransferPlan(()))
+
+
 def replace(worker, kind):
     worker.engine.connector.connectors["loopback"].__class__ = kind
+
+
+SECOND = {"engine": {"second": "second"}}
+FREE, DEAR = LaneCost(0.0, 0.0, 0.0), LaneCost(1.0, 0.0, 1e-6)
+
+
+def second_of(worker):
+    return worker.engine.connector.connectors["second"]
+
+
+def test_each_end_knows_what_the_lanes_cost_that_it_starts_transfers_by(cluster):
+    prefill, decode = tried(cluster, **SECOND)
+    for worker, direction in ((prefill, Direction.PUSH), (decode, Direction.PULL)):
+        (peer,) = worker.peers.ready()
+        wanted = {Lane(name, direction) for name in ("loopback", "second")}
+        assert set(peer.lane_costs) == wanted
+        assert all(cost.seconds(1 << 20, 1) > 0 for cost in peer.lane_costs.values())
+    cluster.until_idle()
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_plan_goes_by_the_lane_that_costs_least(cluster, direction):
+    workers = cluster.pair(str(direction), lane_test=True, **SECOND)
+    mover = workers[direction is Direction.PULL]
+    (peer,) = mover.peers.ready()
+    settled, other = (Lane(name, direction) for name in ("loopback", "second"))
+    for costs, taken in (({settled: FREE, other: DEAR}, 0), ({settled: DEAR, other: FREE}, 1)):
+        peer.lane, peer.lane_costs = settled, costs
+        before = [mover.connector.num_submitted, second_of(mover).num_submitted]
+        sent = cluster.send(workers[1], 24, 5)
+        cluster.finish(sent)
+        sent.check_equal()
+        after = [mover.connector.num_submitted, second_of(mover).num_submitted]
+        assert [new > old for new, old in zip(after, before, strict=True)] == [not taken, taken]
+        cluster.until_idle()
+
+
+def test_a_lane_that_failed_its_trial_is_no_choice_for_any_plan(cluster):
+    """Prefill cannot see that bytes came wrong: decode says what proved to work."""
+    prefill, decode = idle_pair(cluster, **SECOND)
+    prefill.engine.connector.connectors["second"].__class__ = NoWay
+    decode.engine.connector.connectors["second"].__class__ = NoWay
+    decode.peers.dial(prefill.address)
+    cluster.until(ready(prefill, decode))
+    for worker, lane in ((prefill, PUSH), (decode, PULL)):
+        (peer,) = worker.peers.ready()
+        assert set(peer.lane_costs) == {lane}
+    cluster.until_idle()
 
 
 def idle_pair(cluster, **changes):
@@ -166,8 +221,9 @@ WRONG = {
     "beyond the capacity": LaneTrial("t" * 16, 8, [1, 1 << 40]),
     "no tokens": LaneTrial("t" * 16, 0, []),
     "a push without a trial": LanePush("t" * 16, "loopback/push", 8),
-    "an unknown lane": LaneChosen("t" * 16, "pigeon/push", 1.0),
-    "no lane": LaneChosen("t" * 16, "sideways", 1.0),
+    "an unknown lane": LaneChosen("t" * 16, "pigeon/push", 1.0, []),
+    "no lane": LaneChosen("t" * 16, "sideways", 1.0, []),
+    "an unknown lane that works": LaneChosen("t" * 16, "loopback/push", 1.0, ["pigeon/push"]),
 }
 
 
