@@ -148,21 +148,26 @@ class Receiver:
                 self.on_failed(request, f"{peer.name} revoked memory that it had leased")
 
     def prove_pulled(self, request: DecodeRequest, confirmed: Confirmed) -> None:
-        """Raises WireError unless everything was read under the lease that is confirmed."""
+        """Raises WireError unless everything was read under the lease that is confirmed, and the
+        first token is there."""
         complete = (
             request.offer_is_final
             and request.reads_in_flight == 0
             and request.tokens_read == request.num_prompt_tokens
+            and request.output
         )
         if not complete:
             raise WireError(f"request {request.request_id}: Confirmed before all was read")
         self._filled(request)
 
     def prove_pushed(self, request: DecodeRequest, done: Done) -> None:
-        """Raises WireError unless the grant was used for all tokens of all layers, in all ranks."""
+        """Raises WireError unless the grant was used for all tokens of all layers, in all ranks,
+        and the first token is there."""
         covered = (done.grant_id, done.num_tokens, done.num_layers, done.num_ranks)
         layers = self._cache.geometry.num_layers
         expected = (request.grant_id, request.num_prompt_tokens, layers, self._size)
+        if not request.output:
+            raise WireError(f"request {request.request_id}: Done before the first token")
         if covered != expected:
             raise WireError(
                 f"request {request.request_id}: Done covers {covered}, expected {expected}"

@@ -113,6 +113,15 @@ class DecodeRequest:
                 f"where the lane is {self.lane}"
             )
 
+    def check_first_token(self, token: int, vocab_size: int) -> None:
+        """Raises WireError for a token that prefill cannot mean."""
+        if self.state is not RequestState.GRANTED or self.output:
+            raise WireError(f"request {self.request_id}: FirstToken in state {self.state.name}")
+        if not 0 <= token < vocab_size:
+            raise WireError(
+                f"request {self.request_id}: token {token} of a vocabulary of {vocab_size}"
+            )
+
     def why_hopeless(self, now_s: float, refusal: str) -> str:
         """Why to give it up now, or ''; `refusal` is why no prompt is taken at present."""
         if self.state is RequestState.WAITING and refusal:

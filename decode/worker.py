@@ -19,6 +19,7 @@ from kvxfer.control.messages import (
     Confirmed,
     Done,
     Failed,
+    FirstToken,
     Generate,
     Ready,
 )
@@ -52,6 +53,7 @@ class DecodeWorker:
             Generate: self._on_generate,
             Cancel: self._on_cancel,
             Ready: self._on_ready,
+            FirstToken: self._on_first_token,
             Confirmed: self._on_confirmed,
             Done: self._on_done,
             Failed: self._on_failed,
@@ -107,13 +109,20 @@ class DecodeWorker:
         except KvxferError as error:
             self._fail(request, str(error))
 
+    def _on_first_token(self, key: str, told: FirstToken) -> None:
+        request = self._of(key, told.request_id, told.grant_id)
+        if request is None or request.state is RequestState.ABORTING:
+            return
+        request.check_first_token(told.token, self._parts.engine.info.vocab_size)
+        self._decoding.tell(request, told.token)
+
     def _on_confirmed(self, key: str, confirmed: Confirmed) -> None:
         request = self._of(key, confirmed.request_id, confirmed.lease_id)
         if request is None or request.state is RequestState.ABORTING:
             return self._writer_over(request)
         request.check_granted(Direction.PULL)
         self._receiver.prove_pulled(request, confirmed)
-        return self._arrived(request, confirmed.first_token, confirmed.digest)
+        return self._arrived(request, confirmed.digest)
 
     def _on_done(self, key: str, done: Done) -> None:
         request = self._of(key, done.request_id, done.grant_id)
@@ -121,7 +130,7 @@ class DecodeWorker:
             return self._writer_over(request)
         request.check_granted(Direction.PUSH)
         self._receiver.prove_pushed(request, done)
-        return self._arrived(request, done.first_token, done.digest)
+        return self._arrived(request, done.digest)
 
     def _on_failed(self, key: str, failed: Failed) -> None:
         request = self._of(key, failed.request_id, failed.grant_id)
@@ -160,15 +169,15 @@ class DecodeWorker:
             request.wants_digest = self._integrity.wants(request.request_id)
             self._receiver.grant(request, peer, self._parts.options.request_timeout_s)
 
-    def _arrived(self, request: DecodeRequest, first_token: int, digest: int | None) -> None:
+    def _arrived(self, request: DecodeRequest, digest: int | None) -> None:
         """All of it is here; where a digest was asked for, it has to be that of what is here."""
         if not request.wants_digest:
-            self._filled(request, first_token)
+            self._filled(request)
             return
 
         def compare(found: int) -> None:
             if found == digest:
-                self._filled(request, first_token)
+                self._filled(request)
             else:
                 self._fail(request, f"digest: KV of {found:#x} arrived, prefill had {digest}")
 
@@ -182,9 +191,8 @@ class DecodeWorker:
             lambda error: self._fail(request, str(error)),
         )
 
-    def _filled(self, request: DecodeRequest, first_token: int) -> None:
+    def _filled(self, request: DecodeRequest) -> None:
         """Only now do the blocks count as filled: digests first, before decode writes to them."""
-        self._decoding.tell(request, first_token)
         if not request.generate.verify or self._parts.engine.size > 1:
             self._decoding.join(request)
             return

@@ -104,7 +104,6 @@ class Sender:
 
     def complete(self, job: PrefillJob) -> None:
         """Tell decode that everything was pushed and is visible, or confirm what it pulled."""
-        assert job.first_token is not None
         request = job.request
         if job.direction is Direction.PUSH:
             stats = job.stats
@@ -123,12 +122,10 @@ class Sender:
                 job.computed,
                 layers,
                 job.num_ranks_reached,
-                job.first_token,
                 stats,
                 job.digest,
             )
             self._peers.send(job.peer.key, done)
         else:
             ids = request.request_id, request.grant.grant_id
-            confirmed = Confirmed(*ids, job.first_token, job.digest)
-            self._peers.send(job.peer.key, confirmed)
+            self._peers.send(job.peer.key, Confirmed(*ids, job.digest))

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from kvxfer.cache.pools import reaches
-from kvxfer.control.messages import Abort, Aborted, Failed, PrefillRequest, Taken
+from kvxfer.control.messages import Abort, Aborted, Failed, FirstToken, PrefillRequest, Taken
 from kvxfer.control.session import Peer
 from kvxfer.errors import KvxferError, TransferError, UsageError, WireError
 from kvxfer.model.runner import SequenceStep
@@ -176,11 +176,18 @@ class PrefillWorker:
         tokens = self._scheduler.finish_chunk(job, step, token)
         if job.state is JobState.HANDING_OVER:
             self._parts.trace.event("computed", request=job.request.request_id)
+            self._tell_first_token(job)
         if job.state is JobState.HANDING_OVER and job.request.wants_digest:
             self._start_digest(job)
         self._hand_over(job, tokens, [spec.num_layers for spec in self._parts.engine.specs])
         self._settle(job)
         self._pump()
+
+    def _tell_first_token(self, job: PrefillJob) -> None:
+        """Ahead of the last KV: whoever waits for it need not wait for that, too."""
+        assert job.first_token is not None
+        told = FirstToken(job.request.request_id, job.request.grant.grant_id, job.first_token)
+        self._parts.peers.send(job.peer.key, told)
 
     def _start_digest(self, job: PrefillJob) -> None:
         assert job.peer.facts is not None

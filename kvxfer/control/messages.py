@@ -175,6 +175,14 @@ class Ready(WireStruct, frozen=True):
     final: bool
 
 
+class FirstToken(WireStruct, frozen=True):
+    """The prompt is computed: what follows it, before its KV has travelled. Sent once a grant."""
+
+    request_id: str
+    grant_id: str
+    token: int
+
+
 class Taken(WireStruct, frozen=True):
     request_id: str
     lease_id: str
@@ -185,7 +193,6 @@ class Confirmed(WireStruct, frozen=True):
 
     request_id: str
     lease_id: str
-    first_token: int
     digest: int | None
     """`kvxfer.transfer.checksum` of all that was handed over."""
 
@@ -199,7 +206,6 @@ class Done(WireStruct, frozen=True):
     num_tokens: int
     num_layers: int
     num_ranks: int
-    first_token: int
     transfer: TransferStats
     digest: int | None
 
@@ -253,6 +259,7 @@ Message = (
     | Finished
     | PrefillRequest
     | Ready
+    | FirstToken
     | Taken
     | Confirmed
     | Done

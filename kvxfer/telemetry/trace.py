@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,22 +20,35 @@ def now_ns() -> int:
 
 
 class Trace:
-    """Appends events to a file, or to nothing when `path` is None. Any thread may call."""
+    """Appends events to a file, or to nothing when `path` is None. Any thread may call.
+
+    Events wait for `flush`: writing would hold up what they tell of.
+    """
 
     def __init__(self, worker_id: str, path: Path | None) -> None:
         self._worker_id = worker_id
         self._lock = threading.Lock()
-        self._file: IO[str] | None = path.open("a", buffering=1) if path else None
+        self._file: IO[str] | None = path.open("a") if path else None
+        self._waiting: deque[dict[str, Any]] = deque()
 
     def event(self, name: str, *, at_ns: int | None = None, **fields: Any) -> None:
         if self._file is None:
             return
-        record = {"at_ns": at_ns or now_ns(), "worker": self._worker_id, "event": name, **fields}
+        self._waiting.append(
+            {"at_ns": at_ns or now_ns(), "worker": self._worker_id, "event": name, **fields}
+        )
+
+    def flush(self) -> None:
+        """Write whole lines."""
         with self._lock:
-            if self._file is not None:
-                self._file.write(json.dumps(record) + "\n")
+            if self._file is None or not self._waiting:
+                return
+            records = [self._waiting.popleft() for _ in range(len(self._waiting))]
+            self._file.write("".join(json.dumps(record) + "\n" for record in records))
+            self._file.flush()
 
     def close(self) -> None:
+        self.flush()
         with self._lock:
             if self._file is not None:
                 self._file.close()

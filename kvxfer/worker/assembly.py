@@ -128,6 +128,7 @@ def serve(
             made,
             options.worker_id,
             engine.check,
+            trace.flush,
         )
         undo.callback(_stop, parts)
         parts.transfer.start()

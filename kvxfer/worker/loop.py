@@ -60,8 +60,10 @@ class ControlLoop:
         role: Role,
         worker_id: str,
         check: Callable[[], None] = lambda: None,
+        turned: Callable[[], None] = lambda: None,
     ) -> None:
-        """`check` is called at every turn; what it raises ends the worker."""
+        """`check` is called before every turn, `turned` after it; what they raise ends the
+        worker."""
         self._channel = channel
         self._reports = reports
         self._peers = peers
@@ -71,6 +73,7 @@ class ControlLoop:
         self._role = role
         self._worker_id = worker_id
         self._check = check
+        self._turned = turned
         self._stopping = False
         self._handlers: dict[type, Handler] = {
             Hello: peers.on_hello,
@@ -107,6 +110,7 @@ class ControlLoop:
         self._residency.settle()
         self._watermarks.tick()
         self._role.tick()
+        self._turned()
 
     def _receive(self, letter: Letter) -> None:
         """What a peer sends may cost the peer its session, never the worker its life."""

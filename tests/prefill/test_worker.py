@@ -14,6 +14,7 @@ from kvxfer.control.messages import (
     Confirmed,
     Done,
     Failed,
+    FirstToken,
     Ready,
     Taken,
     Welcome,
@@ -54,7 +55,7 @@ def test_push_writes_every_byte_before_it_says_done(cluster):
     done = wire.of(Done)[0]
     assert (done.request_id, done.grant_id) == (name, grant)
     assert (done.num_tokens, done.num_layers) == (len(TOKENS), SPEC.num_layers)
-    assert done.first_token == check_arrived(wire)
+    assert wire.of(FirstToken) == [FirstToken(name, grant, check_arrived(wire))]
     assert done.transfer.num_bytes == len(TOKENS) * SPEC.block_bytes // SPEC.block_size
     settled(cluster, prefill)
 
@@ -89,7 +90,8 @@ def test_pull_offers_chunks_in_order_and_confirms_what_was_taken(cluster):
     assert prefill.pools.counts().used == 5, "the lease holds until it is taken"
     wire.send(Taken(name, grant))
     cluster.until(lambda: bool(wire.of(Confirmed)))
-    assert wire.of(Confirmed)[0] == Confirmed(name, grant, check_arrived(wire), None)
+    assert wire.of(Confirmed)[0] == Confirmed(name, grant, None)
+    assert wire.of(FirstToken) == [FirstToken(name, grant, check_arrived(wire))]
     settled(cluster, prefill)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from support.cluster import Cluster, Sent
@@ -14,6 +14,7 @@ from kvxfer.control.messages import (
     Aborted,
     Confirmed,
     Done,
+    FirstToken,
     Hello,
     Lease,
     PrefillRequest,
@@ -24,6 +25,7 @@ from kvxfer.control.messages import (
 NUM_TOKENS = 10
 LAYERS = 2
 BLOCKS = [[1, 2, 3]]
+FIRST = 7
 
 
 def meet(cluster: Cluster, lane: str, **options: Any) -> tuple[WirePeer, Worker]:
@@ -40,13 +42,28 @@ def meet(cluster: Cluster, lane: str, **options: Any) -> tuple[WirePeer, Worker]
 
 
 def granted(
-    cluster: Cluster, wire: WirePeer, decode: Worker, **more: Any
+    cluster: Cluster,
+    wire: WirePeer,
+    decode: Worker,
+    tell: Callable[[PrefillRequest], object] | None = None,
+    **more: Any,
 ) -> tuple[Sent, PrefillRequest]:
-    """A request of which the wire holds the grant: (sent, its PrefillRequest)."""
+    """A request of which the wire holds the grant, and whose first token, FIRST, it has told
+    (unless `tell` is to do that): (sent, its PrefillRequest)."""
     known = len(wire.of(PrefillRequest))
     sent = cluster.send(decode, num_tokens=NUM_TOKENS, **more)
     cluster.until(lambda: len(wire.of(PrefillRequest)) > known)
-    return sent, wire.of(PrefillRequest)[-1]
+    asked = wire.of(PrefillRequest)[-1]
+    if tell is not None:
+        tell(asked)
+        return sent, asked
+    wire.send(first_token(asked))
+    cluster.until(lambda: sent.completion.output == [FIRST])
+    return sent, asked
+
+
+def first_token(asked: PrefillRequest, token: int = FIRST) -> FirstToken:
+    return FirstToken(asked.request_id, asked.grant.grant_id, token)
 
 
 def done(asked: PrefillRequest, **changes: Any) -> Done:
@@ -56,7 +73,6 @@ def done(asked: PrefillRequest, **changes: Any) -> Done:
         "num_tokens": NUM_TOKENS,
         "num_layers": LAYERS,
         "num_ranks": 1,
-        "first_token": 7,
         "transfer": TransferStats(),
         "digest": None,
     }
@@ -77,7 +93,7 @@ def ready(
 
 
 def confirmed(asked: PrefillRequest, lease_id: str = "") -> Confirmed:
-    return Confirmed(asked.request_id, lease_id or asked.grant.grant_id, 7, None)
+    return Confirmed(asked.request_id, lease_id or asked.grant.grant_id, None)
 
 
 def settle_all(cluster: Cluster, wire: WirePeer) -> None:
@@ -97,5 +113,6 @@ def settle_all(cluster: Cluster, wire: WirePeer) -> None:
 
 
 def check_never_counted(sent: Sent, decode: Worker) -> None:
-    assert sent.completion.output == []
+    """What prefill said is all that was said."""
+    assert sent.completion.output == [FIRST]
     assert decode.runner.batch_sizes == []

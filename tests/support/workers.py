@@ -174,6 +174,7 @@ class Worker:
             self.parts.watermarks,
             self.role,
             self.options.worker_id,
+            turned=self.trace.flush,
         )
         self.parts.transfer.start()
         self.parts.model.start()

@@ -25,11 +25,13 @@ def test_events_come_back_in_order_with_time_and_worker(tmp_path):
     assert second == {"at_ns": 17, "worker": "decode-0", "event": "second", "text": "ä\n\u2028"}
 
 
-def test_an_event_can_be_read_as_soon_as_it_is_written(tmp_path):
+def test_an_event_can_be_read_as_soon_as_it_is_flushed(tmp_path):
     path = tmp_path / "trace"
     trace = Trace("w", path)
     for count in range(1, 4):
         trace.event("e")
+        assert len(read_trace(path)) == count - 1, "writing would hold up what it tells of"
+        trace.flush()
         assert len(read_trace(path)) == count
     trace.close()
 
