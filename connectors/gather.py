@@ -150,7 +150,7 @@ class GpuCopier:
         device: str,
         max_programs: int = 48,
         tile_bytes: int = 64 << 10,
-        num_warps: int = 16,
+        num_warps: int = 8,
         engine_bytes: int = 8 << 20,
         stream_priority: int = 0,
     ) -> None:

@@ -14,14 +14,23 @@ from kvxfer.model.packing import SequenceStep
 from kvxfer.model.sampling import SampleSpec, sample
 
 
-def choose(info: ModelInfo, steps: Sequence[SequenceStep], logits: torch.Tensor) -> list[int]:
-    """By each step's SampleSpec, greedy where it has none, from `logits` [len(steps), V]. Raises
-    ModelError where the largest is not finite."""
-    # Greedy rows stay on the device; max gives the first, hence lowest, id of equal logits.
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """The largest of each row of `logits` [R, V], and its id: float64 [2, R], which holds both, so
+    that one copy brings them to the host. max gives the first, hence lowest, id of equal logits."""
     best = logits.max(dim=-1)
-    # In one tensor: each copy to the host waits for the device, and for the interpreter. Doubles
-    # hold every id.
-    values, ids = torch.stack([best.values.double(), best.indices.double()]).tolist()
+    return torch.stack([best.values.double(), best.indices.double()])
+
+
+def choose(
+    info: ModelInfo,
+    steps: Sequence[SequenceStep],
+    logits: torch.Tensor,
+    best: torch.Tensor | None = None,
+) -> list[int]:
+    """By each step's SampleSpec, greedy where it has none, from `logits` [len(steps), V], of which
+    `best` is what is `likeliest`. Waits for both. Raises ModelError where the largest is not
+    finite."""
+    values, ids = (likeliest(logits) if best is None else best).tolist()
     tokens = [int(token) for token in ids]
     for row, step in enumerate(steps):
         spec, position = step.sample or SampleSpec(), _position_after(info, step)

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.errors import ModelError, UnsupportedModel
+from kvxfer.model.choosing import likeliest
 from kvxfer.model.groups import ModelGroups
 from kvxfer.model.packing import (
     MIN_ROWS,
@@ -82,6 +83,7 @@ class DecodeGraphs:
             for spec in groups.specs
         ]
         self._rows = torch.arange(largest, device=self._device)
+        self._best = torch.zeros((2, largest), dtype=torch.float64, device=self._device)
         self._logits: torch.Tensor | None = None
         self._replays: dict[int, Work] = {}
         for size in reversed(self.sizes):
@@ -91,8 +93,9 @@ class DecodeGraphs:
         """Whether `steps` are a decode step of a batch that was recorded."""
         return len(steps) <= self.max_batch and all(len(step.tokens) == 1 for step in steps)
 
-    def run(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
-        """[len(steps), V] logits, on the device and valid until the next call; the KV is written.
+    def run(self, steps: Sequence[SequenceStep]) -> tuple[torch.Tensor, torch.Tensor]:
+        """[len(steps), V] logits and what is `likeliest` of them, on the device and valid until the
+        next call; the KV is written.
 
         `steps` is held (see `holds`) and not empty. The work is queued on the current stream, and
         is over before the next call.
@@ -102,7 +105,7 @@ class DecodeGraphs:
         self._fill(steps, size)
         self._replays[size]()
         assert self._logits is not None, "the recorder ran nothing"
-        return self._logits[: len(steps)]
+        return self._logits[: len(steps)], self._best[:, : len(steps)]
 
     def _work(self, forward: Forward, views: Views, size: int) -> Work:
         tokens, positions, slots, lens, *blocks = self._columns.there[:, :size]
@@ -126,6 +129,7 @@ class DecodeGraphs:
                 # The first run is of the largest size and precedes every capture.
                 self._logits = torch.empty_like(logits)
             self._logits[:size].copy_(logits)
+            self._best[:, :size].copy_(likeliest(logits))
 
         return work
 

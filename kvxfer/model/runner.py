@@ -195,13 +195,18 @@ class ModelRunner:
     def decode_logits(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
         """As `logits`, for one new token a sequence; recorded work is repeated where there is any.
         Valid until the next step."""
-        graphs = self._graphs
-        if graphs is None or not graphs.holds(steps):
-            return self.logits(steps)
-        check_steps(steps, self.info)
-        logits = graphs.run(steps)
+        logits, _ = self._decode(steps)
         self._finish()
         return logits
+
+    def _decode(self, steps: Sequence[SequenceStep]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The logits, and what is likeliest where that was recorded. Work that was recorded may
+        still be under way."""
+        graphs = self._graphs
+        if graphs is None or not graphs.holds(steps):
+            return self.logits(steps), None
+        check_steps(steps, self.info)
+        return graphs.run(steps)
 
     def verify(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         """One forward pass, its KV written: for each step logits [len(step.tokens), V], of what
@@ -248,7 +253,7 @@ class ModelRunner:
         follows each. As prefill_chunk."""
         if self.info.is_encoder_decoder and not all(step.num_encoder_tokens for step in steps):
             raise ModelError("a decode step must say how many tokens the encoder had")
-        return choose(self.info, steps, self.decode_logits(steps)) if steps else []
+        return choose(self.info, steps, *self._decode(steps)) if steps else []
 
     def close(self) -> None:
         """Drop the weights, the views and what was recorded; leave the ranks. Idempotent."""
