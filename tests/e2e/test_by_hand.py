@@ -119,8 +119,13 @@ def test_sleep_and_wake_of_either_side_change_no_token(
                 finished = completion.finished
                 return completion.output, finished.kv_digests, finished.error
 
-            before = answer()
+            def hits() -> int:
+                return int(router.status(backends[1]).values["prefix_cache_hit_tokens"])
+
+            before, known = answer(), hits()
             assert len(before[0]) == 16
+            assert answer() == before
+            assert hits() - known == 256, "all but the end was cached"
             for sleeper in backends:
                 slept = router.manage(sleeper, Sleep(timeout_s=10), 30)
                 assert (slept.problem, slept.is_sleeping) == ("", True)
@@ -129,7 +134,9 @@ def test_sleep_and_wake_of_either_side_change_no_token(
                 assert "the cache sleeps" in answer()[2]
                 woken = router.manage(sleeper, WakeUp(), 30)
                 assert (woken.problem, woken.is_sleeping) == ("", False)
+                known = hits()
                 assert answer() == before
+                assert hits() - known == (0 if sleeper is backends[1] else 256)
             packed = router.manage(backends[0], Defragment(timeout_s=10), 30)
             assert packed.problem == ""
             assert answer() == before
@@ -142,14 +149,14 @@ def test_sleep_and_wake_of_either_side_change_no_token(
         assert decode.stop() == 0
 
 
+@pytest.mark.slow  # tests/prefill/test_prefix_cache.py has more of it in one process
 def test_what_prefill_computed_before_it_does_not_compute_again(
     prefill: HandStarted, tmp_path: Path, alone: HostEngine
 ) -> None:
     """KV and tokens are those of a process that knows nothing from before. Bits are sure to be the
     same where the cached part is whole chunks, of 256 tokens: else only tokens are compared."""
-    tokens = Tokenizer.load(TINY_MODEL).encode(
-        "KING.\nThe night is long, and we have far to go " * 8
-    )
+    text = "KING.\nThe night is long, and we have far to go " * 8
+    tokens = Tokenizer.load(TINY_MODEL).encode(text)
     prompts = [tokens[:270], tokens[:270], [*tokens[:256], *tokens[7:200]], tokens[:100]]
     with hand_started("decode", tmp_path / "log", "--prefill", prefill.address) as decode:
         decode.wait_for("peer prefill-a is ready")
