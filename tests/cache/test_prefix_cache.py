@@ -301,3 +301,18 @@ def test_it_is_off_where_not_every_group_keeps_all(specs, why_not):
     pools = BlockPools(2)
     assert bool(PrefixCache(pools, specs).hashes([1] * 9)) != bool(why_not)
     assert PrefixCache(pools, specs, is_on=False).hashes([1] * 9) == []
+
+
+def test_what_a_peer_may_still_write_to_is_not_cached():
+    allocator = BlockAllocator(4)
+    blocks = allocator.allocate(2)
+    allocator.cache(blocks[0], KEYS[0])
+    allocator.share(blocks)
+    allocator.quarantine(blocks)
+    assert allocator.find(KEYS[0]) is None
+    allocator.cache(blocks[0], KEYS[0])
+    assert allocator.find(KEYS[0]) is None, "another holds it, but the quarantine does too"
+    allocator.free(blocks)
+    allocator.release_quarantined(blocks)
+    assert (allocator.counts().free, allocator.counts().cached) == (3, 0)
+    allocator.check_conservation()
