@@ -56,11 +56,24 @@ class CachingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data(), key=st.sampled_from(KEYS))
     def cache(self, data, key):
-        block = data.draw(st.sampled_from(self.held))
+        self.cache_one(data.draw(st.sampled_from(self.held)), key)
+
+    def cache_one(self, block, key):
         self.allocator.cache(block, key)
         is_known = block in self.contents or key in self.contents.values()
         if block < self.limit and block not in self.quarantined and not is_known:
             self.contents[block] = key
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def cache_and_free_all(self):
+        for block, key in zip(dict.fromkeys(self.held), KEYS, strict=False):
+            self.cache_one(block, key)
+        self.free_these(list(self.held))
+
+    @rule(more=st.integers(1, 2))
+    def evict(self, more):
+        self.allocate(sum(block < self.limit for block in self.free_blocks()) + more)
 
     @rule(key=st.sampled_from(KEYS))
     def share_found(self, key):
@@ -86,7 +99,9 @@ class CachingMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data):
         order = data.draw(st.permutations(self.held))
-        blocks = order[: data.draw(st.integers(1, len(order)))]
+        self.free_these(order[: data.draw(st.integers(1, len(order)))])
+
+    def free_these(self, blocks):
         self.allocator.free(blocks)
         for block in blocks:
             self.held.remove(block)
