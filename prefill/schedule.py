@@ -140,21 +140,25 @@ class PrefillScheduler:
     def next_chunk(self) -> tuple[PrefillJob, SequenceStep] | None:
         """The next chunk to compute; a waiting job gets its blocks here, when it can."""
         if self.current is None and self._waiting:
-            if self.wanted_blocks():
+            if not self._start(self._waiting[0]):
                 return None
-            self._start(self._waiting.popleft())
+            self._waiting.popleft()
         if self.current is None or self.current.chunk_running:
             return None
         return self.current, self._chunk(self.current)
 
-    def _start(self, job: PrefillJob) -> None:
-        prefix = self._prefix(job)
-        job.blocks = self._prefix_cache.allocate(self._needed(job), prefix)
+    def _start(self, job: PrefillJob) -> bool:
+        """Whether there are blocks for it."""
+        needed, prefix = self._needed(job), self._prefix(job)
+        if not self._pools.can_allocate(self._prefix_cache.cost(needed, prefix)):
+            return False
+        job.blocks = self._prefix_cache.allocate(needed, prefix)
         job.num_cached = len(prefix[0]) * self._specs[0].block_size
         job.computed = job.num_cached
         self._prefix_cache.count(len(job.request.tokens), job.num_cached)
         job.state = JobState.COMPUTING
         self.current = job
+        return True
 
     def finish_chunk(self, job: PrefillJob, step: SequenceStep, token: int | None) -> range:
         """Account for a computed chunk; returns the tokens it added."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvxfer.cache.cached_blocks import CachedBlocks
@@ -149,16 +149,16 @@ class BlockAllocator:
         self._held.update(wanted)
 
     def cache(self, block: int, key: bytes) -> None:
-        """Have `find` know `block`, which a caller holds, by `key`, and keep its content once it is
-        given back, until it is evicted. Nobody writes to it any more. Not where another block is
-        known by `key`, nor for a block that is withheld, or in quarantine too."""
+        """Have `find_first` know `block`, which a caller holds, by `key`, and keep its content once
+        it is given back, until it is evicted. Nobody writes to it any more. Not where another block
+        is known by `key`, nor for a block that is withheld, or in quarantine too."""
         _check_holds(self._held, {block: 1}, "cached")
         if block < self._limit and block not in self._quarantined:
             self._cached.add(block, key)
 
-    def find(self, key: bytes) -> int | None:
-        """The block with this content, for `share`, if there is one."""
-        return self._cached.find(key)
+    def find_first(self, keys: Sequence[bytes]) -> list[int]:
+        """The blocks with these contents, for `share`, up to the first key that none has."""
+        return self._cached.find_first(keys)
 
     def free(self, blocks: Iterable[int]) -> None:
         """Give back one reference to each of `blocks`. Of cached ones the last is evicted first: a

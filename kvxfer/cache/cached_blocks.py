@@ -5,6 +5,8 @@ Not thread-safe, like the allocator that owns it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class CachedBlocks:
     """A key stands for one content and has one block. A block is *idle* while nobody holds it:
@@ -38,8 +40,15 @@ class CachedBlocks:
     def is_idle(self, block: int) -> bool:
         return block in self._idle
 
-    def find(self, key: bytes) -> int | None:
-        return self._block_of.get(key)
+    def find_first(self, keys: Sequence[bytes]) -> list[int]:
+        """The blocks of `keys`, up to the first that has none."""
+        found: list[int] = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
 
     def add(self, block: int, key: bytes) -> None:
         """`block`, which somebody holds, has the content of `key`. Nothing changes where either is

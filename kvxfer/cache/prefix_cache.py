@@ -64,15 +64,10 @@ class PrefixCache:
     def lookup(self, hashes: Sequence[bytes], num_tokens: int) -> list[list[int]]:
         """The blocks of the longest cached beginning, group by group, as many in each. At least
         one of `num_tokens` tokens is left to compute: the next token follows from it."""
-        found: list[list[int]] = [[] for _ in self._pools.groups]
-        for key in hashes[: (num_tokens - 1) // self._block_size]:
-            blocks = [group.find(key) for group in self._pools.groups]
-            known = [block for block in blocks if block is not None]
-            if len(known) < len(blocks):
-                break
-            for ids, block in zip(found, known, strict=True):
-                ids.append(block)
-        return found
+        keys = hashes[: (num_tokens - 1) // self._block_size]
+        found = [group.find_first(keys) for group in self._pools.groups]
+        length = min(map(len, found))
+        return [ids[:length] for ids in found]
 
     def cost(self, needed: Sequence[int], prefix: Blocks) -> list[int]:
         """How many free blocks of each group `allocate` takes: a cached one that somebody holds

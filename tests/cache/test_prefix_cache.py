@@ -77,9 +77,10 @@ class CachingMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS))
     def share_found(self, key):
-        block = self.allocator.find(key)
-        if block is None:
+        found = self.allocator.find_first([key])
+        if not found:
             return
+        (block,) = found
         assert self.contents[block] == key
         self.allocator.share([block])
         self.held.append(block)
@@ -158,7 +159,9 @@ class CachingMachine(RuleBasedStateMachine):
         )
         assert self.allocator.bound_in_use == 1 + max(used | quarantined, default=0)
         blocks = {key: block for block, key in self.contents.items()}
-        assert [self.allocator.find(key) for key in KEYS] == [blocks.get(key) for key in KEYS]
+        for key in KEYS:
+            expected = [blocks[key]] if key in blocks else []
+            assert self.allocator.find_first([key]) == expected
         self.allocator.check_conservation()
 
 
@@ -324,9 +327,9 @@ def test_what_a_peer_may_still_write_to_is_not_cached():
     allocator.cache(blocks[0], KEYS[0])
     allocator.share(blocks)
     allocator.quarantine(blocks)
-    assert allocator.find(KEYS[0]) is None
+    assert allocator.find_first(KEYS[:1]) == []
     allocator.cache(blocks[0], KEYS[0])
-    assert allocator.find(KEYS[0]) is None, "another holds it, but the quarantine does too"
+    assert allocator.find_first(KEYS[:1]) == [], "another holds it, but the quarantine does too"
     allocator.free(blocks)
     allocator.release_quarantined(blocks)
     assert (allocator.counts().free, allocator.counts().cached) == (3, 0)
