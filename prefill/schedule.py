@@ -3,7 +3,8 @@
 | state        | what happens                                           | leaves by |
 | ---          | ---                                                    | --- |
 | WAITING      | queued; holds no blocks                                | blocks free → COMPUTING |
-| COMPUTING    | chunks are computed, handed over as they finish        | last one → HANDING_OVER |
+| COMPUTING    | what was cached is handed over; chunks of the rest are | last one → HANDING_OVER |
+|              | computed, and handed over as they finish               |         |
 | HANDING_OVER | push: writes in flight; pull: reads under the lease    | proved complete → ENDED |
 | ENDING       | given up; a chunk or writes of ours are not over yet   | they are over → ENDED |
 | ENDED        | blocks are free; the other side was told               | |
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 
 from kvxfer.cache.footprint import blocks_needed, prompt_chunks
 from kvxfer.cache.pools import BlockPools
+from kvxfer.cache.prefix_cache import PrefixCache
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.cache.table import BlockTable
 from kvxfer.control.messages import PrefillRequest, TransferStats
@@ -48,7 +50,11 @@ class PrefillJob:
     deadline_s: float
     state: JobState = JobState.WAITING
     blocks: list[list[int]] = field(default_factory=list)
-    """Group by group."""
+    """Group by group; the first ones may be those of other jobs, or cached."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Of the prompt's whole blocks; empty where none are cached."""
+    num_cached: int = 0
+    """Tokens whose KV was in our cache when it began."""
     layers_sent: list[int] = field(default_factory=list)
     """Of the chunk that is being computed, layers handed over already, group by group."""
     computed: int = 0
@@ -99,8 +105,15 @@ class PrefillJob:
 class PrefillScheduler:
     """First come, first served; one job computes at a time. Control thread only."""
 
-    def __init__(self, pools: BlockPools, chunk_tokens: int, specs: Sequence[KVCacheSpec]) -> None:
+    def __init__(
+        self,
+        pools: BlockPools,
+        chunk_tokens: int,
+        specs: Sequence[KVCacheSpec],
+        prefix_cache: PrefixCache,
+    ) -> None:
         self._pools = pools
+        self._prefix_cache = prefix_cache
         self._chunk_tokens = chunk_tokens
         self._specs = specs
         self._waiting: deque[PrefillJob] = deque()
@@ -110,6 +123,7 @@ class PrefillScheduler:
         return len(self._waiting)
 
     def add(self, job: PrefillJob) -> None:
+        job.hashes = self._prefix_cache.hashes(job.request.tokens)
         self._waiting.append(job)
 
     def remove(self, job: PrefillJob) -> None:
@@ -123,26 +137,38 @@ class PrefillScheduler:
         """Blocks of each group that the job at the front waits for; empty if it can start."""
         if self.current is not None or not self._waiting:
             return []
-        needed = self._needed(self._waiting[0])
-        return [] if self._pools.can_allocate(needed) else needed
+        job = self._waiting[0]
+        cost = self._prefix_cache.cost(self._needed(job), self._prefix(job))
+        return [] if self._pools.can_allocate(cost) else cost
 
     def next_chunk(self) -> tuple[PrefillJob, SequenceStep] | None:
         """The next chunk to compute; a waiting job gets its blocks here, when it can."""
         if self.current is None and self._waiting:
-            if not self._pools.can_allocate(self._needed(self._waiting[0])):
+            if not self._start(self._waiting[0]):
                 return None
-            job = self._waiting.popleft()
-            job.blocks = self._pools.allocate(self._needed(job))
-            job.state = JobState.COMPUTING
-            self.current = job
+            self._waiting.popleft()
         if self.current is None or self.current.chunk_running:
             return None
         return self.current, self._chunk(self.current)
+
+    def _start(self, job: PrefillJob) -> bool:
+        """Whether there are blocks for it."""
+        needed, prefix = self._needed(job), self._prefix(job)
+        if not self._pools.can_allocate(self._prefix_cache.cost(needed, prefix)):
+            return False
+        job.blocks = self._prefix_cache.allocate(needed, prefix)
+        job.num_cached = len(prefix[0]) * self._specs[0].block_size
+        job.computed = job.num_cached
+        self._prefix_cache.count(len(job.request.tokens), job.num_cached)
+        job.state = JobState.COMPUTING
+        self.current = job
+        return True
 
     def finish_chunk(self, job: PrefillJob, step: SequenceStep, token: int | None) -> range:
         """Account for a computed chunk; returns the tokens it added."""
         job.chunk_running = False
         start, job.computed = job.computed, step.start + len(step.tokens)
+        self._prefix_cache.insert(job.hashes, job.blocks, range(start, job.computed))
         if job.computed == len(job.request.tokens):
             job.first_token = token
             if job.state is JobState.COMPUTING:
@@ -153,7 +179,12 @@ class PrefillScheduler:
     def _needed(self, job: PrefillJob) -> list[int]:
         return blocks_needed(self._specs, len(job.request.tokens), 0, self._chunk_tokens)
 
+    def _prefix(self, job: PrefillJob) -> list[list[int]]:
+        return self._prefix_cache.lookup(job.hashes, len(job.request.tokens))
+
     def _chunk(self, job: PrefillJob) -> SequenceStep:
+        """The next tokens, up to where a chunk ends that begins with the prompt, cached or not: so
+        that as few bits as can be depend on what was cached."""
         tokens = job.request.tokens
         chunks = prompt_chunks(self._specs, len(tokens), self._chunk_tokens)
         stop = chunks[job.computed // len(chunks[0])].stop

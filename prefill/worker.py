@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from kvxfer.cache.pools import reaches
+from kvxfer.cache.prefix_cache import PrefixCache, why_no_prefix_cache
 from kvxfer.control.messages import Abort, Aborted, Failed, FirstToken, PrefillRequest, Taken
 from kvxfer.control.session import Peer
 from kvxfer.errors import KvxferError, TransferError, UsageError, WireError
@@ -35,8 +36,9 @@ class PrefillWorker:
         engine = parts.engine
         self._parts = parts
         self._jobs: dict[tuple[str, str], PrefillJob] = {}
+        self._prefix_cache = _prefix_cache(parts)
         self._scheduler = PrefillScheduler(
-            engine.pools, parts.options.max_num_batched_tokens, engine.specs
+            engine.pools, parts.options.max_num_batched_tokens, engine.specs, self._prefix_cache
         )
         self._sender = Sender(
             engine.cache,
@@ -149,6 +151,13 @@ class PrefillWorker:
             partial(self._chunk_done, job, step),
             partial(self._chunk_failed, job),
         )
+        if step.start == job.num_cached > 0:
+            self._hand_over(job, range(job.num_cached), self._all_layers)
+            job.layers_sent = [0] * len(self._parts.engine.specs)
+
+    @property
+    def _all_layers(self) -> list[int]:
+        return [spec.num_layers for spec in self._parts.engine.specs]
 
     def _layers_written(self, job: PrefillJob, step: SequenceStep, written: Written) -> None:
         """Some layers of a chunk are there while later ones are computed."""
@@ -179,7 +188,7 @@ class PrefillWorker:
             self._tell_first_token(job)
         if job.state is JobState.HANDING_OVER and job.request.wants_digest:
             self._start_digest(job)
-        self._hand_over(job, tokens, [spec.num_layers for spec in self._parts.engine.specs])
+        self._hand_over(job, tokens, self._all_layers)
         self._settle(job)
         self._pump()
 
@@ -257,7 +266,18 @@ class PrefillWorker:
             **self._parts.status(),
             "jobs": len(self._jobs),
             "queued": len(self._scheduler),
+            "prefix_cache_hit_tokens": self._prefix_cache.hit_tokens,
+            "prefix_cache_query_tokens": self._prefix_cache.query_tokens,
             "handing_over": sum(
                 job.computed > 0 and job.state is not JobState.ENDED for job in self._jobs.values()
             ),
         }
+
+
+def _prefix_cache(parts: WorkerParts) -> PrefixCache:
+    """On if it is wanted and the model allows; says so where it does not."""
+    specs, is_wanted = parts.engine.specs, parts.options.enable_prefix_caching
+    why_not = why_no_prefix_cache(specs)
+    if is_wanted and why_not:
+        logger.info("prefix cache: off, %s", why_not)
+    return PrefixCache(parts.engine.pools, specs, is_on=is_wanted)

@@ -157,6 +157,7 @@ def worker_arguments(
         *("--max-num-batched-tokens", str(options.max_num_batched_tokens)),
         *("--kv-cache-memory-bytes", str(kv_mib << 20)),
         *("--threads", str(options.threads)),
+        "--no-enable-prefix-caching",  # prompts come again, and prefill is in the times
         *("--connector", options.connector),
         *("--on-peer-loss", "exit"),
         *("--trace", str(trace_path(run_dir, role))),

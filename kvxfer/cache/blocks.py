@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvxfer.cache.cached_blocks import CachedBlocks
 from kvxfer.errors import BlocksInUse, CacheError, NoFreeBlocks
 
 NULL_BLOCK = 0
@@ -18,20 +19,23 @@ NULL_BLOCK = 0
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """Blocks by state; at any time free + used + quarantined + null == total."""
+    """Blocks by state; at any time free + used + quarantined + cached + null == total."""
 
     free: int
-    """Held by nobody, withheld or not."""
+    """Held by nobody, withheld or not, and nothing is lost when they are granted."""
     used: int
     """Held by at least one caller, in quarantine as well or not."""
     quarantined: int
     """Held by the quarantine alone."""
+    cached: int
+    """Held by nobody, kept for what is in them, and granted when no other is free."""
     null: int
     total: int
 
 
 class BlockAllocator:
-    """Grants blocks [1, num_blocks), lowest id first, so that a cache fills from the bottom up.
+    """Grants blocks [1, num_blocks), lowest id first, so that a cache fills from the bottom up;
+    when none is free, those cached, the one that was given back first.
 
     A caller holds references: one a block from `allocate`, one more from each `share`. `free` gives
     them back; `quarantine` gives them to the quarantine, for blocks that a peer may still touch
@@ -50,6 +54,7 @@ class BlockAllocator:
         self._limit = num_blocks
         self._held: Counter[int] = Counter()
         self._quarantined: Counter[int] = Counter()
+        self._cached = CachedBlocks()
 
     @property
     def num_blocks(self) -> int:
@@ -58,14 +63,19 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Blocks that may be granted."""
-        return len(self._free)
+        """Blocks that may be granted, cached ones among them."""
+        return len(self._free) + self._cached.num_idle
+
+    def num_used_of(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` some caller holds."""
+        return sum(block in self._held for block in blocks)
 
     def counts(self) -> BlockCounts:
         return BlockCounts(
             free=len(self._free) + len(self._withheld),
             used=len(self._held),
             quarantined=len(self._quarantined.keys() - self._held.keys()),
+            cached=self._cached.num_idle,
             null=1,
             total=self._num_blocks,
         )
@@ -80,8 +90,9 @@ class BlockAllocator:
         self.withhold(num_blocks)
 
     def withhold(self, limit: int) -> None:
-        """Grant only blocks below `limit` from now on; it ends with a limit of `num_blocks`."""
-        free = sorted(self._free + self._withheld)
+        """Grant only blocks below `limit` from now on; it ends with a limit of `num_blocks`. What
+        was cached from there on is not found any more."""
+        free = sorted(self._free + self._withheld + self._cached.forget_from(limit))
         self._limit = limit
         self._free = [block for block in free if block < limit]
         self._withheld = [block for block in free if block >= limit]
@@ -112,39 +123,59 @@ class BlockAllocator:
         self._num_blocks = num_blocks
 
     def can_allocate(self, n: int) -> bool:
-        return 0 <= n <= len(self._free)
+        return 0 <= n <= self.num_free
 
     def allocate(self, n: int) -> list[int]:
-        """The `n` lowest free blocks, ascending, one reference each. Raises NoFreeBlocks."""
+        """The `n` lowest free blocks, ascending, one reference each; the oldest cached ones are
+        evicted where those are too few. Raises NoFreeBlocks."""
         if n < 0:
             raise CacheError(f"cannot allocate {n} blocks")
-        if n > len(self._free):
-            raise NoFreeBlocks(f"asked for {n} blocks, {len(self._free)} are free")
+        if n > self.num_free:
+            raise NoFreeBlocks(f"asked for {n} blocks, {self.num_free} are free")
+        for _ in range(n - len(self._free)):
+            heapq.heappush(self._free, self._cached.evict())
         blocks = [heapq.heappop(self._free) for _ in range(n)]
         self._held.update(blocks)
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to each of `blocks`, which some caller holds already."""
+        """One more reference to each of `blocks`, which are cached, or some caller holds them."""
         wanted = Counter(blocks)
         for block in wanted:
-            if block not in self._held:
+            if block not in self._held and not self._cached.is_idle(block):
                 raise CacheError(f"block {block} is held by no caller and cannot be shared")
+        for block in wanted:
+            self._cached.wake(block)
         self._held.update(wanted)
 
+    def cache(self, block: int, key: bytes) -> None:
+        """Have `find_first` know `block`, which a caller holds, by `key`, and keep its content once
+        it is given back, until it is evicted. Nobody writes to it any more. Not where another block
+        is known by `key`, nor for a block that is withheld, or in quarantine too."""
+        _check_holds(self._held, {block: 1}, "cached")
+        if block < self._limit and block not in self._quarantined:
+            self._cached.add(block, key)
+
+    def find_first(self, keys: Sequence[bytes]) -> list[int]:
+        """The blocks with these contents, for `share`, up to the first key that none has."""
+        return self._cached.find_first(keys)
+
     def free(self, blocks: Iterable[int]) -> None:
-        """Give back one reference to each of `blocks`."""
+        """Give back one reference to each of `blocks`. Of cached ones the last is evicted first: a
+        prefix is of use without what follows it, and not the other way round."""
         self._take(self._held, Counter(blocks), "freed")
 
     def quarantine(self, blocks: Iterable[int]) -> None:
         """Move the caller's reference to each of `blocks` into the quarantine.
 
         A block that another caller shares stays in that caller's use, and becomes free only when
-        it was freed there and released here.
+        it was freed there and released here. A peer may write to it: it is cached no more.
         """
         wanted = Counter(blocks)
         _check_holds(self._held, wanted, "quarantined")
         self._quarantined.update(wanted)
+        for block in wanted:
+            self._cached.forget(block)
         self._take(self._held, wanted, "quarantined")
 
     def release_quarantined(self, blocks: Iterable[int]) -> None:
@@ -154,25 +185,30 @@ class BlockAllocator:
     def check_conservation(self) -> None:
         """Raise CacheError unless every block is in exactly one state; a bug of ours if not."""
         counts = self.counts()
-        found = counts.free + counts.used + counts.quarantined + counts.null
+        found = counts.free + counts.used + counts.quarantined + counts.cached + counts.null
         if found != counts.total:
             raise CacheError(f"{found} blocks are accounted for, not {counts.total}: {counts}")
-        free = {*self._free, *self._withheld}
+        free = {*self._free, *self._withheld, *self._cached.idle}
         owned = free | self._held.keys() | self._quarantined.keys() | {NULL_BLOCK}
         if owned != set(range(self._num_blocks)):
             # The sum is right all the same, so some block was counted twice.
             astray = sorted(owned ^ set(range(self._num_blocks)))
             raise CacheError(f"blocks {astray} are in no state, others in two: {counts}")
+        lost = self._cached.blocks - self._held.keys() - {*self._cached.idle}
+        if lost:
+            raise CacheError(f"blocks {sorted(lost)} are cached, and neither held nor kept")
 
-    def _take(self, owner: Counter[int], wanted: Mapping[int, int], verb: str) -> None:
+    def _take(self, owner: Counter[int], wanted: Counter[int], verb: str) -> None:
         """Remove references from `owner`; blocks that nobody holds any more become free."""
         _check_holds(owner, wanted, verb)
-        for block, references in wanted.items():
+        for block, references in reversed(wanted.items()):
             owner[block] -= references
             if not owner[block]:
                 del owner[block]
             if block not in self._held and block not in self._quarantined:
-                if block < self._limit:
+                if block in self._cached:
+                    self._cached.rest(block)
+                elif block < self._limit:
                     heapq.heappush(self._free, block)
                 else:
                     self._withheld.append(block)

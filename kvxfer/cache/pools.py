@@ -57,6 +57,10 @@ class BlockPools:
             raise NoFreeBlocks(f"asked for {list(num_blocks)} blocks, {free} are free")
         return [group.allocate(n) for group, n in zip(self.groups, num_blocks, strict=True)]
 
+    def share(self, blocks: Blocks) -> None:
+        for group, ids in zip(self.groups, blocks, strict=True):
+            group.share(ids)
+
     def free(self, blocks: Blocks) -> None:
         for group, ids in zip(self.groups, blocks, strict=True):
             group.free(ids)

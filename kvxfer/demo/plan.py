@@ -105,6 +105,7 @@ class DemoPlan:
             *("--kv-commit", options.kv_commit),
             *("--kv-initial-blocks", str(initial)),
             *("--kv-low-watermark", "0"),  # it grows when the demo's own prompts want it to
+            "--no-enable-prefix-caching",  # its figures are of prefill, and no bit may differ
             *("--lane", options.lane),
             *("--on-peer-loss", "exit"),
             *("--trace", str(trace)),

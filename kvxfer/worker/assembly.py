@@ -88,6 +88,7 @@ class WorkerParts:
             "blocks_free": counts.free,
             "blocks_used": counts.used,
             "blocks_quarantined": counts.quarantined,
+            "prefix_cache_blocks": counts.cached,
             "peers": len(self.peers.ready()),
             **{f"lane {peer.name}": str(peer.lane) for peer in self.peers.ready()},
             **{f"lane_gbps {peer.name}": peer.lane_gbps for peer in self.peers.ready()},

@@ -124,6 +124,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             free=len(self.free_blocks()),
             used=len(used),
             quarantined=len(set(self.quarantined) - used),
+            cached=0,
             null=1,
             total=self.bound,
         )

@@ -116,6 +116,7 @@ class PoolsMachine(RuleBasedStateMachine):
             free=total - NUM_GROUPS - used - quarantined,
             used=used,
             quarantined=quarantined,
+            cached=0,
             null=NUM_GROUPS,
             total=total,
         )

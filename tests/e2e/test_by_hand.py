@@ -11,12 +11,16 @@ from pathlib import Path
 import pytest
 from support.by_hand import HandStarted, hand_started
 from support.commands import KVXFER, TINY_MODEL, run
+from support.models import HostEngine
 
 from kvxfer.control.cache_messages import Defragment, Sleep, WakeUp
 from kvxfer.control.channel import Channel
 from kvxfer.control.messages import WIRE_VERSION, Hello, Reject
+from kvxfer.model import inspect_model
+from kvxfer.model.runner import ModelRunner
 from kvxfer.model.tokenizer import Tokenizer
 from kvxfer.serve.router import Router
+from kvxfer.transfer.digest import block_digests
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +33,14 @@ def prefill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HandStarted]:
         assert worker.stop() == 0
         assert time.monotonic() - asked_at < 2
         assert "Traceback" not in worker.text
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[HostEngine]:
+    """The same model in this process, with plain memory."""
+    runner = ModelRunner.load(inspect_model(TINY_MODEL), "cpu", "float32", 1)
+    yield HostEngine(runner)
+    runner.close()
 
 
 @pytest.fixture
@@ -91,6 +103,7 @@ def test_sleep_and_wake_of_either_side_change_no_token(
 ) -> None:
     """Over real NIXL: pages go, peers learn of it, prompts are refused, and all comes back."""
     tokens = Tokenizer.load(TINY_MODEL).encode("HAMLET.\nTo be, or not to be, that is the " * 8)
+    tokens = tokens[:270]  # a whole chunk will be cached: no bit depends on it
     with hand_started("decode", tmp_path / "log", "--prefill", prefill.address) as decode:
         decode.wait_for("peer prefill-a is ready")
         router = Router()
@@ -106,8 +119,13 @@ def test_sleep_and_wake_of_either_side_change_no_token(
                 finished = completion.finished
                 return completion.output, finished.kv_digests, finished.error
 
-            before = answer()
+            def hits() -> int:
+                return int(router.status(backends[1]).values["prefix_cache_hit_tokens"])
+
+            before, known = answer(), hits()
             assert len(before[0]) == 16
+            assert answer() == before
+            assert hits() - known == 256, "all but the end was cached"
             for sleeper in backends:
                 slept = router.manage(sleeper, Sleep(timeout_s=10), 30)
                 assert (slept.problem, slept.is_sleeping) == ("", True)
@@ -116,7 +134,9 @@ def test_sleep_and_wake_of_either_side_change_no_token(
                 assert "the cache sleeps" in answer()[2]
                 woken = router.manage(sleeper, WakeUp(), 30)
                 assert (woken.problem, woken.is_sleeping) == ("", False)
+                known = hits()
                 assert answer() == before
+                assert hits() - known == (0 if sleeper is backends[1] else 256)
             packed = router.manage(backends[0], Defragment(timeout_s=10), 30)
             assert packed.problem == ""
             assert answer() == before
@@ -124,6 +144,49 @@ def test_sleep_and_wake_of_either_side_change_no_token(
                 values = router.status(backend).values
                 assert values["committed_bytes"] == values["registered_bytes"] > 0
                 assert values["blocks_used"] == values["blocks_quarantined"] == 0
+        finally:
+            router.close()
+        assert decode.stop() == 0
+
+
+@pytest.mark.slow  # tests/prefill/test_prefix_cache.py has more of it in one process
+def test_what_prefill_computed_before_it_does_not_compute_again(
+    prefill: HandStarted, tmp_path: Path, alone: HostEngine
+) -> None:
+    """KV and tokens are those of a process that knows nothing from before. Bits are sure to be the
+    same where the cached part is whole chunks, of 256 tokens: else only tokens are compared."""
+    text = "KING.\nThe night is long, and we have far to go " * 8
+    tokens = Tokenizer.load(TINY_MODEL).encode(text)
+    prompts = [tokens[:270], tokens[:270], [*tokens[:256], *tokens[7:200]], tokens[:100]]
+    with hand_started("decode", tmp_path / "log", "--prefill", prefill.address) as decode:
+        decode.wait_for("peer prefill-a is ready")
+        router = Router()
+        try:
+            backends = router.connect([decode.address, prefill.address], 30)
+            before = router.status(backends[1]).values
+            for prompt, cached in zip(prompts, [0, 256, 256, 96], strict=True):
+                completion = router.submit(backends[0], prompt, 16, verify=True)
+                deadline = time.monotonic() + 60
+                while completion.finished is None:
+                    router.poll(0.01)
+                    assert time.monotonic() < deadline
+                sequence = alone.prefill(prompt, range(1, 40), 256)
+                alone.decode([sequence], 15)
+                assert completion.output == sequence.answer
+                if cached % 256 == 0:
+                    (table,), (views,) = sequence.tables, alone.views
+                    blocks = table.ids(range(-(-len(prompt) // 16)))
+                    expected = block_digests(views, blocks, len(prompt))
+                    assert completion.finished.kv_digests == expected
+                values = router.status(backends[1]).values
+                hits = (int(v["prefix_cache_hit_tokens"]) for v in (values, before))
+                assert next(hits) - next(hits) == cached
+                before = values
+            states = ("blocks_free", "blocks_used", "blocks_quarantined", "prefix_cache_blocks")
+            held = [int(before[state]) for state in states]
+            assert sum(held) + 1 == before["blocks_total"]
+            assert held[1:3] == [0, 0]
+            assert held[3] >= 270 // 16
         finally:
             router.close()
         assert decode.stop() == 0

@@ -152,6 +152,13 @@ def test_tokens_are_those_of_a_single_process(
             assert [one.tokens for one in first] == expected
             assert [one.num_bytes for one in first] == [TOKEN_BYTES * n for n in lengths()]
             assert "generation 2" in both.decode.text, "it grew under way"
+            again = ask(router, both.decode.address)  # most of it is cached, in all ranks
+            assert [(one.tokens, one.num_bytes) for one in again] == [
+                (one.tokens, one.num_bytes) for one in first
+            ]
+            (source,) = router.connect([both.prefill.address], 30)
+            cached = sum((n - 1) // 16 * 16 for n in lengths())
+            assert router.status(source).values["prefix_cache_hit_tokens"] == cached
             direction = "pull" if "peer" in connector else lane
             assert f"lane: {connector.split(',')[0]}/{direction}" in both.decode.text
             if decode > 1:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from kvxfer.cache.footprint import blocks_needed
 from kvxfer.cache.pools import BlockPools
+from kvxfer.cache.prefix_cache import PrefixCache
 from kvxfer.cache.spec import GroupKind, KVCacheSpec
 from kvxfer.cache.table import BlockTable
 from kvxfer.control.messages import Grant, PrefillRequest, Sampling
@@ -31,7 +32,7 @@ CROSS = KVCacheSpec(1, 1, 8, 8, "float32", BLOCK, GroupKind.CROSS)
 def make_scheduler(num_blocks=16, specs=(FULL,), chunk=CHUNK):
     pools = BlockPools(len(specs))
     pools.grow([num_blocks] * len(specs))
-    return PrefillScheduler(pools, chunk, specs), pools
+    return PrefillScheduler(pools, chunk, specs, PrefixCache(pools, specs)), pools
 
 
 def finish(scheduler, job, step, token=None):

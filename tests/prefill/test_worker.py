@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from support.decode_wire import GRANTED, TOKENS, ask, greet, meet, settled
+from support.decode_wire import GRANTED, OTHER_TOKENS, TOKENS, ask, greet, meet, settled
 from support.null_runner import Reference
 from support.workers import SPEC
 
@@ -170,7 +170,7 @@ def test_a_deadline_in_the_queue(cluster):
     prefill, wire = meet(cluster, "pull", engine={"bound": 8})
     name, grant = ask(wire, "first")
     cluster.until(lambda: any(ready.final for ready in wire.of(Ready)))
-    ask(wire, "second", timeout_s=0.2)
+    ask(wire, "second", tokens=OTHER_TOKENS, timeout_s=0.2)
     cluster.until(lambda: bool(wire.of(Failed)))
     assert wire.of(Failed)[0].request_id == "second"
     wire.send(Taken(name, grant))
@@ -220,7 +220,7 @@ def test_waiting_for_blocks_at_the_bound_does_not_grow_without_end(cluster):
     prefill, wire = meet(cluster, "pull", engine={"bound": 8})
     grown = prefill.parts.growth.regions.generation
     name, grant = ask(wire, "first")
-    ask(wire, "second")
+    ask(wire, "second", tokens=OTHER_TOKENS)
     cluster.until(lambda: any(ready.final for ready in wire.of(Ready)))
     cluster.turn_for(0.2)
     assert prefill.parts.growth.regions.generation == grown

@@ -12,6 +12,7 @@ from support.workers import Worker
 from kvxfer.control.messages import Grant, PrefillRequest, Sampling, Welcome
 
 TOKENS = [(13 * i + 5) % 97 for i in range(18)]
+OTHER_TOKENS = [(11 * i + 2) % 97 for i in range(18)]
 GRANTED = [[9, 3, 7, 5, 11]]
 
 

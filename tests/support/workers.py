@@ -223,11 +223,12 @@ class Worker:
         return not held and not counts.used and not counts.quarantined and self.parts.growth.is_idle
 
     def check_conserved(self) -> None:
-        """free + used + quarantined + null == total, none used, registered == committed."""
+        """free + used + quarantined + cached + null == total, none in use, registered ==
+        committed."""
         self.pools.check_conservation()
         counts = self.pools.counts()
         assert (counts.used, counts.quarantined) == (0, 0)
-        assert counts.free + counts.null == counts.total
+        assert counts.free + counts.cached + counts.null == counts.total
         usable = zip(self.pools.num_blocks, self.cache.committed_blocks, strict=True)
         assert all(bound <= committed for bound, committed in usable)
         self.check_registered()
