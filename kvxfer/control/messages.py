@@ -43,7 +43,7 @@ from kvxfer.control.facts import WorkerFacts
 from kvxfer.control.lane_messages import LaneChosen, LanePush, LanePushed, LaneReady, LaneTrial
 from kvxfer.transfer.regions import Region
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 
 class Hello(WireStruct, frozen=True):

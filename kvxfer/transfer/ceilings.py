@@ -22,6 +22,12 @@ class Ceiling:
     gbps: float
     source: str
 
+    def times(self, num_paths: int) -> Ceiling:
+        """Of so many such paths beside each other."""
+        if num_paths == 1:
+            return self
+        return Ceiling(num_paths * self.gbps, f"{num_paths} × {self.source}")
+
 
 def ceiling_between(ours: str, theirs: str, same_host: bool, memcpy_gbps: float) -> Ceiling | None:
     """Of the path between two devices, by their ids ("" for host memory, else "name uuid"); None
