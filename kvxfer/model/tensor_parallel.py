@@ -16,6 +16,7 @@ Facts relied on (transformers 5.24 and torch 2.13, read and run on the CPU):
   collective ends the process. gloo asks the host's name for an address, which can take a minute to
   fail, unless an interface is named: ranks share a host, so it is `lo`. Its loop keeps a thread and
   four descriptors for as long as the process, however many groups come and go.
+- `init_method` wants a URL, of which it takes a space or % for what it is not: hence a FileStore.
 - torch counts the groups that a process tried to join. The count, which names the next one, goes
   back to 0 only when one that was joined is left: after a failed meeting a process meets nobody.
 """
@@ -106,9 +107,11 @@ class Ranks:
         if is_cuda:
             torch.cuda.set_device(device)
         try:
+            store = distributed.FileStore(str(place.rendezvous), self.size)
+            store.set_timeout(limit)
             distributed.init_process_group(
                 "nccl" if is_cuda else "gloo",
-                init_method=place.rendezvous.as_uri(),
+                store=store,
                 rank=self.rank,
                 world_size=self.size,
                 timeout=limit,
