@@ -107,7 +107,7 @@ class Ranks:
         if is_cuda:
             torch.cuda.set_device(device)
         try:
-            store = distributed.FileStore(str(place.rendezvous), self.size)
+            store = distributed.FileStore(str(place.rendezvous), self.size)  # type: ignore[attr-defined]
             store.set_timeout(limit)
             distributed.init_process_group(
                 "nccl" if is_cuda else "gloo",

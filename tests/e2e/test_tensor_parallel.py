@@ -59,8 +59,8 @@ def token_bytes(decode: int) -> int:
     return HEAD_BYTES * max(KV_HEADS, decode)
 
 
-def num_pieces(num_tokens: int) -> int:
-    return -(-num_tokens // CHUNK) * LAYERS
+def num_chunks(num_tokens: int) -> int:
+    return -(-num_tokens // CHUNK)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,8 @@ def test_tokens_are_those_of_a_single_process(
             first = ask(router, both.decode.address)
             assert [one.tokens for one in first] == expected
             assert [one.num_bytes for one in first] == [token_bytes(decode) * n for n in lengths()]
-            assert [one.num_pieces for one in first] == [num_pieces(n) for n in lengths()]
+            chunks = sum(map(num_chunks, lengths()))
+            assert chunks < sum(one.num_pieces for one in first) <= chunks * LAYERS
             assert "generation 2" in both.decode.text, "it grew under way"
             expected_lane = "" if lane == "auto" else f"{connector}/{lane}"
             assert f"is ready, lane: {expected_lane}" in both.decode.text
