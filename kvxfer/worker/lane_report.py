@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cache
 
 from kvxfer.control.session import Peer
 from kvxfer.transfer.ceilings import FLOOR_SHARE, Ceiling, ceiling_between, measure_memcpy, why_slow
@@ -21,10 +21,7 @@ class LaneReport:
 
     def __init__(self, parts: WorkerParts) -> None:
         self._parts = parts
-
-    @cached_property
-    def _memcpy_gbps(self) -> float:
-        return measure_memcpy()  # some milliseconds, once
+        self._memcpy = cache(measure_memcpy)  # some milliseconds, once
 
     def tell(self, peer: Peer, lane: Lane, gbps: Mapping[Lane, float], num_tokens: int) -> None:
         found, ceiling = gbps[lane], self._ceiling(peer)
@@ -45,9 +42,8 @@ class LaneReport:
         facts = peer.facts
         assert facts is not None
         device_id, host = self._parts.engine.device_id, self._parts.host
-        same_host = host == facts.host
-        one = ceiling_between(device_id, facts.device_id, same_host, self._memcpy_gbps)
-        return one and one.times(self._num_paths(peer))
+        devices, paths = (device_id, facts.device_id), self._num_paths(peer)
+        return ceiling_between(*devices, host == facts.host, self._memcpy, paths)
 
     def _num_paths(self, peer: Peer) -> int:
         """What all bytes pass through: the ranks of the smaller side, each with a GPU of its own;

@@ -81,6 +81,7 @@ def test_a_rank_that_refuses_a_lane_rules_it_out(cluster, caplog):
     cluster.until_idle()
 
 
+@pytest.mark.slow
 def test_a_lane_slower_than_asked_for_is_refused(cluster):
     pair = idle_pair(cluster, (2, 1), min_lane_gbps=1e6)
     with pytest.raises(HandshakeRejected, match="min_lane_gbps"):
