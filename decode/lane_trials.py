@@ -25,16 +25,16 @@ from kvxfer.errors import HandshakeRejected, KvxferError, WireError
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.lane_costs import LaneSamples
 from kvxfer.transfer.lanes import Lane, best_of
-from kvxfer.transfer.pattern import check_pattern, erase
 from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.lane_report import LaneReport
 from kvxfer.worker.lane_trial import (
     LONG_NS,
     NUM_TRANSFERS,
+    arrived_bytes,
     first_group,
     first_tokens,
     num_tokens,
-    trial_plan,
+    trial_moves,
     trial_seed,
     why_not,
 )
@@ -164,6 +164,7 @@ class LaneTrials:
         assert trial.peer.facts is not None
         theirs = trial.peer.facts.geometry.groups[0]
         trial.tokens = first_tokens(first_group(self._parts), theirs, trial.num_tokens)
+        erase = self._parts.engine.transfer.erase_pattern
         self._on_blocks(trial, erase, lambda _: self._move(trial))
 
     def _move(self, trial: _Trial) -> None:
@@ -173,9 +174,9 @@ class LaneTrials:
             trial.is_written = True
             self._parts.peers.send(peer.key, LanePush(trial.trial_id, str(lane), trial.tokens))
             return
-        target = first_group(self._parts), self._parts.growth.regions, trial.blocks[0]
+        ends = self._parts, trial.blocks[0], peer, trial.source
         try:
-            plan = trial_plan(target, peer, trial.source, trial.tokens, from_peer=True)
+            moves = trial_moves(*ends, trial.tokens, from_peer=True)
         except KvxferError as error:
             self._moved(trial, 0, str(error))
             return
@@ -190,7 +191,7 @@ class LaneTrials:
             else:
                 self._moved(trial, movement.elapsed_ns, movement.error or "")
 
-        self._parts.transfer.move(peer.key, lane, plan, ended)
+        self._parts.transfer.move_ranks(peer.key, lane, moves, ended)
 
     def _moved(self, trial: _Trial, elapsed_ns: int, error: str) -> None:
         lane = trial.lane
@@ -200,21 +201,23 @@ class LaneTrials:
             self._next(trial)
             return
         trial.times_ns.append(elapsed_ns)
-        is_long = elapsed_ns * trial.num_tokens > LONG_NS * trial.tokens
-        is_again = lane.direction is Direction.PULL and len(trial.times_ns) < NUM_TRANSFERS
-        if not is_long and (is_again or trial.tokens < trial.num_tokens):
-            if not is_again:
-                trial.tokens, trial.times_ns = trial.num_tokens, []
+        # A lane's first transfer may connect, map or compile, which says nothing of the next ones.
+        is_again = lane.direction is Direction.PULL and elapsed_ns <= LONG_NS
+        if is_again and len(trial.times_ns) < NUM_TRANSFERS:
+            self._move(trial)
+            return
+        is_long = min(trial.times_ns) * trial.num_tokens > LONG_NS * trial.tokens
+        if trial.tokens < trial.num_tokens and not is_long:
+            trial.tokens, trial.times_ns = trial.num_tokens, []
             self._move(trial)
             return
         seed = trial_seed(trial.trial_id)
-        check = partial(check_pattern, seed=seed)
+        check = partial(self._parts.engine.transfer.check_pattern, seed=seed)
         self._on_blocks(trial, check, partial(self._checked, trial, lane))
 
     def _checked(self, trial: _Trial, lane: Lane, is_right: object) -> None:
         if is_right:
-            spec = first_group(self._parts).spec
-            num_bytes = trial.tokens // spec.block_size * spec.block_bytes
+            num_bytes = arrived_bytes(self._parts, trial.tokens)
             trial.gbps[lane] = num_bytes / max(1, min(trial.times_ns))
         else:
             trial.errors[lane] = "it delivered wrong bytes"
@@ -223,8 +226,7 @@ class LaneTrials:
     def _on_blocks(
         self, trial: _Trial, work: Callable[..., Any], done: Callable[[object], None]
     ) -> None:
-        """Do `work` on the views and blocks of ours, then `done` if the trial is still on."""
-        engine = self._parts.engine
+        """Do `work` on blocks of ours, then `done` if the trial is still on."""
         trial.reads_in_flight += 1
 
         def reported(result: object) -> None:
@@ -238,9 +240,9 @@ class LaneTrials:
             reported(None)
             self._parts.peers.lose(trial.peer.key, f"lane trial: {error}")
 
-        block_size = engine.cache.geometry.groups[0].spec.block_size
-        call = partial(work, engine.cache.views[0], trial.blocks[0][: trial.tokens // block_size])
-        self._parts.transfer.submit(lambda: engine.on_device(call), reported, failed)
+        block_size = first_group(self._parts).spec.block_size
+        blocks = trial.blocks[0][: trial.tokens // block_size]
+        self._parts.transfer.submit(lambda: work(blocks), reported, failed)
 
     # --- the end ------------------------------------------------------------------------------
 

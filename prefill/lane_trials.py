@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from kvxfer.control.lane_messages import LaneChosen, LanePush, LanePushed, LaneReady, LaneTrial
@@ -14,14 +13,13 @@ from kvxfer.errors import KvxferError, WireError
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.lane_costs import LaneSamples
 from kvxfer.transfer.lanes import Lane
-from kvxfer.transfer.pattern import write_pattern
-from kvxfer.transfer.plan import TransferPlan
+from kvxfer.transfer.rank_plans import RankMove
 from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.lane_trial import (
     LONG_NS,
     NUM_TRANSFERS,
     first_group,
-    trial_plan,
+    trial_moves,
     trial_seed,
     why_not,
 )
@@ -76,7 +74,7 @@ class LaneTrialServer:
         trial = _Trial(message, pools.allocate(needed))
         trial.blocks[0].reverse()  # else neighbours are joined to long runs, as in no real transfer
         self._trials[key] = trial
-        write = partial(write_pattern, self._parts.engine.cache.views[0], trial.blocks[0])
+        write = self._parts.engine.transfer.write_pattern
         trial.moves_in_flight += 1
 
         def written(_: object) -> None:
@@ -88,7 +86,7 @@ class LaneTrialServer:
             self._parts.peers.lose(key, f"no pattern for a lane trial: {error}")
 
         self._parts.transfer.submit(
-            lambda: self._parts.engine.on_device(partial(write, trial_seed(message.trial_id))),
+            lambda: write(trial.blocks[0], trial_seed(message.trial_id)),
             written,
             failed,
         )
@@ -104,13 +102,12 @@ class LaneTrialServer:
         tokens = message.num_tokens
         if not 0 < tokens <= trial.message.num_tokens:
             raise WireError(f"LanePush of {tokens} of {trial.message.num_tokens} tokens")
-        source = (first_group(self._parts), self._parts.growth.regions, trial.blocks[0])
         try:
-            plan = trial_plan(source, peer, trial.message.blocks, tokens)
+            moves = trial_moves(self._parts, trial.blocks[0], peer, trial.message.blocks, tokens)
         except KvxferError as error:
             self._answer(key, message, 0, str(error))
             return
-        self._push(key, trial, message, lane, plan, [])
+        self._push(key, trial, message, lane, moves, [])
 
     def _push(
         self,
@@ -118,7 +115,7 @@ class LaneTrialServer:
         trial: _Trial,
         message: LanePush,
         lane: Lane,
-        plan: TransferPlan,
+        moves: list[RankMove],
         times_ns: list[int],
     ) -> None:
         def ended(movement: Movement) -> None:
@@ -130,10 +127,10 @@ class LaneTrialServer:
             if movement.error or is_last:
                 self._answer(key, message, min(times_ns), movement.error or "")
             elif not trial.is_over:
-                self._push(key, trial, message, lane, plan, times_ns)
+                self._push(key, trial, message, lane, moves, times_ns)
 
         trial.moves_in_flight += 1
-        self._parts.transfer.move(key, lane, plan, ended)
+        self._parts.transfer.move_ranks(key, lane, moves, ended)
 
     def _answer(self, key: str, message: LanePush, elapsed_ns: int, error: str) -> None:
         answer = LanePushed(message.trial_id, message.lane, elapsed_ns, error)

@@ -29,11 +29,11 @@ class LayerStreamer:
     def prefill(
         self, step: SequenceStep, written: Callable[[Written], None]
     ) -> Callable[[], int | None]:
-        """Computes a chunk; `written` is called in the control thread, perhaps several times; never
-        in a worker of several ranks, where nobody knows how far the others are."""
+        """Computes a chunk; `written` is called in the control thread, perhaps several times, of
+        what is there in all ranks."""
         runner = self._parts.engine.runner
         every = layers_at_once(self._specs, len(step.tokens), self._parts.options.kv_stream_bytes)
-        if self._parts.engine.size > 1 or every == sum(spec.num_layers for spec in self._specs):
+        if every == sum(spec.num_layers for spec in self._specs):
             return partial(runner.prefill_chunk, step)
         return lambda: runner.prefill_chunk(step, self._teller(every, written))
 

@@ -145,15 +145,18 @@ class PrefillWorker:
             return
         job, step = found
         job.chunk_running = True
-        job.layers_sent = [0] * len(self._parts.engine.specs)
+        job.layers_sent = self._no_layers
         self._parts.steps.submit(
             self._streamer.prefill(step, partial(self._layers_written, job, step)),
             partial(self._chunk_done, job, step),
             partial(self._chunk_failed, job),
         )
         if step.start == job.num_cached > 0:
-            self._hand_over(job, range(job.num_cached), self._all_layers)
-            job.layers_sent = [0] * len(self._parts.engine.specs)
+            self._hand_over(job, range(job.num_cached), self._no_layers, self._all_layers)
+
+    @property
+    def _no_layers(self) -> list[int]:
+        return [0] * len(self._parts.engine.specs)
 
     @property
     def _all_layers(self) -> list[int]:
@@ -163,34 +166,34 @@ class PrefillWorker:
         """Some layers of a chunk are there while later ones are computed."""
         if job.chunk_running and job.computed == step.start:
             tokens = range(step.start, step.start + len(step.tokens))
-            self._hand_over(job, tokens, written)
+            sent, job.layers_sent = job.layers_sent, list(written)
+            self._hand_over(job, tokens, sent, written)
             self._settle(job)
 
-    def _hand_over(self, job: PrefillJob, tokens: range, written: Sequence[int]) -> None:
-        """Layers up to `written`, group by group, but for what went before."""
+    def _hand_over(
+        self, job: PrefillJob, tokens: range, sent: Sequence[int], written: Sequence[int]
+    ) -> None:
+        """Layers from `sent` up to `written`, group by group."""
         if job.state not in (JobState.COMPUTING, JobState.HANDING_OVER):
             return
-        layers = [
-            range(sent, max(sent, n)) for sent, n in zip(job.layers_sent, written, strict=True)
-        ]
+        layers = [range(*ends) for ends in zip(sent, written, strict=True)]
         if not any(layers):
             return
-        job.layers_sent = [one.stop for one in layers]
         try:
             self._sender.hand_over(job, tokens, layers, job.deadline_s - time.monotonic())
         except TransferError as error:  # a peer that is lost on the way may end this worker
             self._give_up(job, str(error))
 
     def _chunk_done(self, job: PrefillJob, step: SequenceStep, token: int | None) -> None:
-        tokens = self._scheduler.finish_chunk(job, step, token)
+        tokens, sent = self._scheduler.finish_chunk(job, step, token), job.layers_sent
         if job.state is JobState.HANDING_OVER:
             self._parts.trace.event("computed", request=job.request.request_id)
             self._tell_first_token(job)
+        self._pump()  # before what follows: the model need not wait for that
         if job.state is JobState.HANDING_OVER and job.request.wants_digest:
             self._start_digest(job)
-        self._hand_over(job, tokens, self._all_layers)
+        self._hand_over(job, tokens, sent, self._all_layers)
         self._settle(job)
-        self._pump()
 
     def _tell_first_token(self, job: PrefillJob) -> None:
         """Ahead of the last KV: whoever waits for it need not wait for that, too."""

@@ -38,9 +38,12 @@ class KVCacheSpec:
     kind: GroupKind = GroupKind.FULL
     window: int = 0
     """Of a SLIDING group, in tokens; 0 for all others."""
+    replicas: int = 1
+    """Neighbouring ranks of a worker that each hold the same one head, as where there are more of
+    them than the model has KV heads. A latent is on all ranks, and has none."""
 
     def __post_init__(self) -> None:
-        for field in ("num_layers", "num_kv_heads", "head_dim_k", "block_size"):
+        for field in ("num_layers", "num_kv_heads", "head_dim_k", "block_size", "replicas"):
             if getattr(self, field) < 1:
                 raise UsageError(field, getattr(self, field), "must be at least 1")
         if self.head_dim_v < 0:
@@ -49,6 +52,9 @@ class KVCacheSpec:
             raise UsageError("dtype", self.dtype, f"must be one of {', '.join(DTYPE_SIZES)}")
         if self.kind is GroupKind.MLA and self.num_kv_heads != 1:
             raise UsageError("num_kv_heads", self.num_kv_heads, "must be 1 in an MLA group")
+        if self.replicas > 1 and (self.num_kv_heads != 1 or self.kind is GroupKind.MLA):
+            reason = f"cannot be those of {self.num_kv_heads} heads of a {self.kind} group"
+            raise UsageError("replicas", self.replicas, reason)
         if (self.kind is GroupKind.SLIDING) != (self.window > 0) or self.window < 0:
             raise UsageError("window", self.window, f"cannot be that of a {self.kind} group")
 

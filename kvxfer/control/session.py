@@ -158,7 +158,7 @@ def agree(ours: WorkerFacts, theirs: WorkerFacts) -> list[Lane]:
         for name in (one.name for one in dataclasses.fields(spec)):
             if name == "num_kv_heads":
                 same.append(_heads(ours, theirs, spec, other, where))
-            else:
+            elif name != "replicas":
                 same.append((f"{name}{where}", getattr(spec, name), getattr(other, name)))
     for name, mine, yours in same:
         if mine != yours and not (name.startswith("block_size") and _divides(mine, yours)):
@@ -171,10 +171,14 @@ def agree(ours: WorkerFacts, theirs: WorkerFacts) -> list[Lane]:
 def _heads(
     ours: WorkerFacts, theirs: WorkerFacts, spec: KVCacheSpec, other: KVCacheSpec, where: str
 ) -> tuple[str, object, object]:
-    """KV heads of the whole model, or the sizes where those cannot both cut it."""
+    """KV heads of the whole model, or the sizes where those cannot both cut it. Raises
+    HandshakeRejected for replicas that no worker of its size can have."""
     sizes = ours.tensor_parallel_size, theirs.tensor_parallel_size
+    if sizes[0] % spec.replicas or sizes[1] % other.replicas:
+        raise HandshakeRejected(f"replicas{where}", spec.replicas, other.replicas)
     mine, yours = total_heads(spec, sizes[0]), total_heads(other, sizes[1])
-    if mine != yours and sizes[0] != sizes[1] and (mine % sizes[1] or yours % sizes[0]):
+    fits = _divides(mine, sizes[1]) and _divides(yours, sizes[0])
+    if mine != yours and sizes[0] != sizes[1] and not fits:
         return "tensor_parallel_size", *sizes
     return f"num_kv_heads{where}", mine, yours
 

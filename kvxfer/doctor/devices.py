@@ -15,7 +15,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.memory.driver import VmmDriver
 from kvxfer.memory.gpu import GpuDriver
 from kvxfer.telemetry.checks import Check
-from kvxfer.transfer.ceilings import ceiling_between
+from kvxfer.transfer.ceilings import ceiling_between, measure_memcpy
 
 GIB = 1 << 30
 _NODES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
@@ -91,7 +91,7 @@ def topology_checks(names: list[str], reach: list[list[bool]]) -> list[Check]:
                 hint = "KV between them goes through host memory: see `nvidia-smi topo -m`"
                 checks.append(Check(label, "warn", "no direct access", hint))
                 continue
-            known = ceiling_between(f"{names[first]} 0", f"{names[second]} 1", True, 0.0)
+            known = ceiling_between(f"{names[first]} 0", f"{names[second]} 1", True, measure_memcpy)
             ceiling = f"{known.gbps:g} GB/s: {known.source}" if known else "ceiling unknown"
             checks.append(Check(label, "ok", "direct access", ceiling))
     return checks

@@ -28,9 +28,10 @@ def choose(
     best: torch.Tensor | None = None,
 ) -> list[int]:
     """By each step's SampleSpec, greedy where it has none, from `logits` [len(steps), V], of which
-    `best` is what is `likeliest`. Waits for both. Raises ModelError where the largest is not
-    finite."""
-    values, ids = (likeliest(logits) if best is None else best).tolist()
+    `best` is what is `likeliest`. Raises ModelError where the largest is not finite."""
+    # Not tolist() alone: on a GPU's tensor it waits for the device without releasing the
+    # interpreter, and no other thread gets on (measured: one transfer a step).
+    values, ids = (likeliest(logits) if best is None else best).cpu().tolist()
     tokens = [int(token) for token in ids]
     for row, step in enumerate(steps):
         spec, position = step.sample or SampleSpec(), _position_after(info, step)

@@ -41,7 +41,7 @@ from kvxfer.model.paged_cache import (
 )
 from kvxfer.model.row_classes import padded_rows
 from kvxfer.model.sampling import SampleSpec
-from kvxfer.model.tensor_parallel import Ranks, TensorParallel, check_heads, left_on_failure
+from kvxfer.model.tensor_parallel import Ranks, TensorParallel, left_on_failure, shared_heads
 
 if TYPE_CHECKING:
     from transformers import EncoderDecoderCache, PreTrainedModel
@@ -74,7 +74,7 @@ class ModelRunner:
         self._min_rows = padded_rows(model) if is_exact and is_packed else MIN_ROWS
         if ranks is not None:
             self._min_rows = ranks.largest(self._min_rows, device)
-        self._ranks = ranks
+        self.ranks = ranks
 
     @classmethod
     def load(
@@ -104,8 +104,8 @@ class ModelRunner:
         config, run = self._loaded().config, probe.Runs(self._run, self._run_decoder)
         found = probe.model_layers(self.info, config, run, self._device)
         self._groups = ModelGroups.of(*found, block_size)
-        if self._ranks is not None:
-            check_heads(self._groups.specs, config, self._ranks.size)
+        if self.ranks is not None:
+            self._groups = shared_heads(self._groups, config, self.ranks.size)
         return self._groups.specs
 
     def bind(self, views: Views) -> None:
@@ -253,15 +253,19 @@ class ModelRunner:
         follows each. As prefill_chunk."""
         if self.info.is_encoder_decoder and not all(step.num_encoder_tokens for step in steps):
             raise ModelError("a decode step must say how many tokens the encoder had")
-        return choose(self.info, steps, *self._decode(steps)) if steps else []
+        if not steps:
+            return []
+        logits, best = self._decode(steps)
+        self._finish()
+        return choose(self.info, steps, logits, best)
 
     def close(self) -> None:
         """Drop the weights, the views and what was recorded; leave the ranks. Idempotent."""
         self._graphs = None
         self._model = None
         self._views = ()
-        if self._ranks is not None:
-            self._ranks.close()
+        if self.ranks is not None:
+            self.ranks.close()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -8,12 +8,15 @@ Facts relied on (transformers 5.24 and torch 2.13, read and run on the CPU):
   get from all ranks together. Where that does not hold shapes do not fit, and the probe fails.
 - transformers' own `tp_plan="auto"` needs accelerate, and makes DTensors; plain slices need
   neither.
-- It refuses KV heads that the size does not divide, and so does this.
+- It refuses KV heads that the size does not divide. Here a size that is a multiple of them runs
+  too: neighbouring ranks hold the same head, whose projections are called k_proj and v_proj in all
+  plans that cut them (read in the plans of all its models that have one).
 - The plan cuts no attention of DeepSeek-V3: its latent KV is whole on every rank.
 - gloo finds the end of a peer at once, by its connection; NCCL does not: there the deadline of a
   collective ends the process. gloo asks the host's name for an address, which can take a minute to
   fail, unless an interface is named: ranks share a host, so it is `lo`. Its loop keeps a thread and
   four descriptors for as long as the process, however many groups come and go.
+- `init_method` wants a URL, of which it takes a space or % for what it is not: hence a FileStore.
 - torch counts the groups that a process tried to join. The count, which names the next one, goes
   back to 0 only when one that was joined is left: after a failed meeting a process meets nobody.
 """
@@ -22,9 +25,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -32,8 +35,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import distributed
 
-from kvxfer.cache.spec import GroupKind, KVCacheSpec
+from kvxfer.cache.spec import GroupKind
 from kvxfer.errors import UnsupportedModel, UsageError, WorkerDied
+from kvxfer.model.groups import ModelGroups
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -55,6 +59,8 @@ WHOLE: Final = frozenset(
     }
 )
 """Styles whose modules take and give the same on every rank."""
+KV_PROJECTIONS: Final = frozenset({"k_proj", "v_proj"})
+"""Whose outputs are KV heads."""
 EXPERTS: Final = "moe_tp_experts"
 """A mixture's experts stay whole, with all that the plan says of their parameters."""
 
@@ -91,6 +97,8 @@ class Ranks:
 
     def __init__(self, place: TensorParallel, device: torch.device) -> None:
         self.rank, self.size = place.rank, place.size
+        self.num_totals = 0
+        """Sums so far; on a GPU those given to the device."""
         self._is_open = False
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -99,9 +107,11 @@ class Ranks:
         if is_cuda:
             torch.cuda.set_device(device)
         try:
+            store = distributed.FileStore(str(place.rendezvous), self.size)  # type: ignore[attr-defined]
+            store.set_timeout(limit)
             distributed.init_process_group(
                 "nccl" if is_cuda else "gloo",
-                init_method=place.rendezvous.as_uri(),
+                store=store,
                 rank=self.rank,
                 world_size=self.size,
                 timeout=limit,
@@ -120,6 +130,7 @@ class Ranks:
         try:
             if partial.is_cuda:
                 distributed.all_reduce(partial)
+                self.num_totals += 1
                 return partial
             parts = [torch.empty_like(partial) for _ in range(self.size)]
             distributed.all_gather(parts, partial.contiguous())
@@ -127,6 +138,7 @@ class Ranks:
             raise
         except RuntimeError as error:
             raise self._lost("a sum over the ranks", error) from error
+        self.num_totals += 1
         for part in parts[1:]:
             parts[0] += part
         return parts[0]
@@ -171,10 +183,14 @@ def check_config(config: PretrainedConfig, size: int) -> None:
         raise UsageError("tensor_parallel_size", size, reason)
     if not any(style == "colwise" and "attn" in name for name, style in plan.items()):
         return
-    for field in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, field, None)
-        if isinstance(heads, int) and heads % size:
-            raise UsageError("tensor_parallel_size", size, f"does not divide {field} = {heads}")
+    heads = getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int) and heads % size:
+        reason = f"does not divide num_attention_heads = {heads}"
+        raise UsageError("tensor_parallel_size", size, reason)
+    heads = getattr(config, "num_key_value_heads", None)
+    if isinstance(heads, int) and max(heads, size) % min(heads, size):
+        reason = f"neither divides nor is a multiple of num_key_value_heads = {heads}"
+        raise UsageError("tensor_parallel_size", size, reason)
 
 
 def shard(model: PreTrainedModel, ranks: Ranks) -> None:
@@ -195,6 +211,7 @@ def shard(model: PreTrainedModel, ranks: Ranks) -> None:
         if style not in SHARDED:
             kind = type(model).__name__
             raise UnsupportedModel(f"{kind}: tensor-parallel style {style} of {name} is not run")
+    kv_heads = _num_kv_heads(model.config)
     for name, module in model.named_modules():
         found = rules.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if found is None:
@@ -202,22 +219,36 @@ def shard(model: PreTrainedModel, ranks: Ranks) -> None:
         if not isinstance(module, torch.nn.Linear):
             reason = f"the plan cuts {name}, a {type(module).__name__}: only linear layers are cut"
             raise UnsupportedModel(f"{type(model).__name__}: {reason}")
-        cut = _cut_outputs if found == "colwise" else _cut_inputs
-        cut(name, module, ranks)
+        if found == "rowwise":
+            _cut_inputs(name, module, ranks)
+        else:
+            is_kv = name.rpartition(".")[2] in KV_PROJECTIONS
+            shares = min(ranks.size, kv_heads) if is_kv else ranks.size
+            _cut_outputs(name, module, ranks, shares)
 
 
-def check_heads(specs: Sequence[KVCacheSpec], config: PretrainedConfig, size: int) -> None:
-    """Each rank holds its share of the KV heads, or a latent that all hold: who moves KV between
-    ranks relies on it. Raises UnsupportedModel."""
-    heads: Any = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    for spec in specs:
-        if spec.kind is not GroupKind.MLA and spec.num_kv_heads * size != heads:
+def shared_heads(groups: ModelGroups, config: PretrainedConfig, size: int) -> ModelGroups:
+    """What a rank of `size` was seen to hold, with how many ranks hold the same heads.
+    Each has its share of the KV heads, or one that others have too, or a latent that all have: who
+    moves KV between ranks relies on it. Raises UnsupportedModel."""
+    heads = _num_kv_heads(config)
+    found = []
+    for spec in groups.specs:
+        replicas = 1 if spec.kind is GroupKind.MLA else max(1, size // heads)
+        if spec.kind is not GroupKind.MLA and spec.num_kv_heads * size != heads * replicas:
             seen = f"a rank of {size} sees {spec.num_kv_heads} KV heads"
             raise UnsupportedModel(f"{seen} of a model that has {heads}")
+        found.append(replace(spec, replicas=replicas))
+    return replace(groups, specs=tuple(found))
 
 
-def _cut_outputs(name: str, linear: torch.nn.Linear, ranks: Ranks) -> None:
-    mine = _share(name, linear.out_features, ranks)
+def _num_kv_heads(config: PretrainedConfig) -> int:
+    heads: Any = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return int(heads)
+
+
+def _cut_outputs(name: str, linear: torch.nn.Linear, ranks: Ranks, shares: int) -> None:
+    mine = _share(name, linear.out_features, ranks, shares)
     linear.weight = _own(linear.weight[mine])
     if linear.bias is not None:
         linear.bias = _own(linear.bias[mine])
@@ -225,7 +256,7 @@ def _cut_outputs(name: str, linear: torch.nn.Linear, ranks: Ranks) -> None:
 
 
 def _cut_inputs(name: str, linear: torch.nn.Linear, ranks: Ranks) -> None:
-    mine = _share(name, linear.in_features, ranks)
+    mine = _share(name, linear.in_features, ranks, ranks.size)
     linear.weight = _own(linear.weight[:, mine])
     if ranks.rank:
         linear.register_parameter("bias", None)  # added once
@@ -233,12 +264,15 @@ def _cut_inputs(name: str, linear: torch.nn.Linear, ranks: Ranks) -> None:
     linear.register_forward_hook(lambda module, inputs, partial: ranks.total(partial))
 
 
-def _share(name: str, num_features: int, ranks: Ranks) -> slice:
-    each, rest = divmod(num_features, ranks.size)
+def _share(name: str, num_features: int, ranks: Ranks, shares: int) -> slice:
+    """This rank's of `shares` equal parts; where those are fewer than ranks, neighbours have the
+    same one."""
+    each, rest = divmod(num_features, shares)
     if rest:
         reason = f"does not divide the {num_features} features of {name}"
         raise UsageError("tensor_parallel_size", ranks.size, reason)
-    return slice(ranks.rank * each, (ranks.rank + 1) * each)
+    index = ranks.rank * shares // ranks.size
+    return slice(index * each, (index + 1) * each)
 
 
 def _own(slice_of: torch.Tensor) -> torch.nn.Parameter:

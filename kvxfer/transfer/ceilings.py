@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 FLOOR_SHARE = 0.5
@@ -23,30 +25,42 @@ class Ceiling:
     source: str
 
 
-def ceiling_between(ours: str, theirs: str, same_host: bool, memcpy_gbps: float) -> Ceiling | None:
-    """Of the path between two devices, by their ids ("" for host memory, else "name uuid"); None
-    where nothing is known, as between hosts. `memcpy_gbps`: as measured here."""
+def ceiling_between(
+    ours: str, theirs: str, same_host: bool, memcpy: Callable[[int], float], num_paths: int = 1
+) -> Ceiling | None:
+    """Of the path between two devices, by their ids ("" for host memory, else "name uuid"), or of
+    `num_paths` such paths beside each other; None where nothing is known, as between hosts.
+    `memcpy`: GB/s of so many threads, as `measure_memcpy`."""
     if not same_host:
         return None
     if not ours and not theirs:
-        return Ceiling(memcpy_gbps, "one thread's memcpy here")
+        copying = "one thread's" if num_paths == 1 else f"{num_paths} threads'"
+        return Ceiling(memcpy(num_paths), f"{copying} memcpy here")
     names = {device.rpartition(" ")[0] for device in (ours, theirs)}
     known = _KNOWN.get(names.pop()) if len(names) == 1 else None
     if known is None:
         return None
     path = "local" if ours == theirs else "nvlink"
-    return Ceiling(known[path], f"known of this GPU, {path}")
+    times = "" if num_paths == 1 else f"{num_paths} × "
+    return Ceiling(num_paths * known[path], f"{times}known of this GPU, {path}")
 
 
-def measure_memcpy() -> float:
-    """GB/s of one thread's memcpy of 32 MiB: the best of three."""
-    source, target = (ctypes.create_string_buffer(_MEMCPY_BYTES) for _ in range(2))
+def measure_memcpy(num_threads: int = 1) -> float:
+    """GB/s of memcpy of 32 MiB by each of so many threads at a time: the best of three."""
+    sources, targets = (
+        [ctypes.create_string_buffer(_MEMCPY_BYTES) for _ in range(num_threads)] for _ in range(2)
+    )
+
+    def copy(index: int) -> None:
+        ctypes.memmove(targets[index], sources[index], _MEMCPY_BYTES)  # without the GIL
+
     quickest = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        ctypes.memmove(target, source, _MEMCPY_BYTES)
-        quickest = min(quickest, time.perf_counter() - start)
-    return _MEMCPY_BYTES / quickest / 1e9
+    with ThreadPoolExecutor(num_threads) as threads:
+        for _ in range(3):
+            start = time.perf_counter()
+            list(threads.map(copy, range(num_threads)))
+            quickest = min(quickest, time.perf_counter() - start)
+    return num_threads * _MEMCPY_BYTES / quickest / 1e9
 
 
 def why_slow(connector: str, direction: str, on_gpu: bool, pipelined: bool) -> str:

@@ -185,7 +185,7 @@ def check_same_kv(
             if name == "block_size":
                 differs = max(mine, yours) % min(mine, yours) != 0
             else:
-                differs = mine != yours and name != "num_kv_heads"
+                differs = mine != yours and name not in ("num_kv_heads", "replicas")
             if differs:
                 raise HandshakeRejected(f"{name}{where}", mine, yours)
         totals = shards[index].total_heads, their_shards[index].total_heads

@@ -208,7 +208,7 @@ def plan_transfer(
 def _check_specs(src: GroupGeometry, dst: GroupGeometry) -> None:
     for one in dataclasses.fields(src.spec):
         ours, theirs = getattr(src.spec, one.name), getattr(dst.spec, one.name)
-        if ours == theirs or one.name == "num_kv_heads":
+        if ours == theirs or one.name in ("num_kv_heads", "replicas"):
             continue
         if one.name != "block_size":
             raise PlanError(f"{one.name} differs: source {ours!r}, destination {theirs!r}")

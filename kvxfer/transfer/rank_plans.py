@@ -60,10 +60,19 @@ class WorkerSide:
         return cache_sides(self.geometry, self.regions, self.blocks, num_prompt, held, moved)
 
 
+def num_holders(spec: KVCacheSpec, size: int) -> int:
+    """Of `size` ranks, how many neighbours hold the same heads: all of them the one latent of an
+    MLA group."""
+    return size if spec.kind is GroupKind.MLA else spec.replicas
+
+
 def total_heads(spec: KVCacheSpec, size: int) -> int:
-    """KV heads of the model, of which each of `size` ranks holds those of `spec`. All ranks hold
-    the one latent of an MLA group."""
-    return 1 if spec.kind is GroupKind.MLA else spec.num_kv_heads * size
+    """KV heads of the model, of which each of `size` ranks holds those of `spec`. Raises PlanError
+    where there cannot be so many replicas."""
+    holders = num_holders(spec, size)
+    if size % holders:
+        raise PlanError(f"replicas: {holders} of each head are no share of {size} ranks")
+    return spec.num_kv_heads * size // holders
 
 
 class RankPlans:

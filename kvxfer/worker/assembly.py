@@ -197,7 +197,7 @@ def _facts(
             ranks=[RankFacts(*rank) for rank in ranks],
             lanes=lanes,
             host=host,
-            tests_lanes=options.lane_test and engine.size == 1,
+            tests_lanes=options.lane_test,
             device=engine.driver.device,
             device_id=engine.device_id,
             regions=list(growth.regions.regions),

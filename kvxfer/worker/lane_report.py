@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cache
 
 from kvxfer.control.session import Peer
 from kvxfer.transfer.ceilings import FLOOR_SHARE, Ceiling, ceiling_between, measure_memcpy, why_slow
@@ -21,10 +21,7 @@ class LaneReport:
 
     def __init__(self, parts: WorkerParts) -> None:
         self._parts = parts
-
-    @cached_property
-    def _memcpy_gbps(self) -> float:
-        return measure_memcpy()  # some milliseconds, once
+        self._memcpy = cache(measure_memcpy)  # some milliseconds, once
 
     def tell(self, peer: Peer, lane: Lane, gbps: Mapping[Lane, float], num_tokens: int) -> None:
         found, ceiling = gbps[lane], self._ceiling(peer)
@@ -33,7 +30,11 @@ class LaneReport:
             against = f", {found / ceiling.gbps:.2f} of {ceiling.gbps:.3g} ({ceiling.source})"
         others = [f"{other} {rate:.3g}" for other, rate in gbps.items() if other != lane]
         tried = f"; also tried: {', '.join(others)}" if others else ""
-        logger.info("lane to %s: %s at %.3g GB/s%s%s", peer.name, lane, found, against, tried)
+        theirs, ours = self._sizes(peer)
+        where = f" from {theirs} to {ours} ranks" if max(theirs, ours) > 1 else ""
+        logger.info(
+            "lane to %s: %s at %.3g GB/s%s%s%s", peer.name, lane, found, where, against, tried
+        )
         if ceiling is not None and self._is_telling(num_tokens):
             self._warn_if_slow(peer, lane, found, ceiling)
 
@@ -41,7 +42,21 @@ class LaneReport:
         facts = peer.facts
         assert facts is not None
         device_id, host = self._parts.engine.device_id, self._parts.host
-        return ceiling_between(device_id, facts.device_id, host == facts.host, self._memcpy_gbps)
+        devices, paths = (device_id, facts.device_id), self._num_paths(peer)
+        return ceiling_between(*devices, host == facts.host, self._memcpy, paths)
+
+    def _num_paths(self, peer: Peer) -> int:
+        """What all bytes pass through: the ranks of the smaller side, each with a GPU of its own;
+        on the host no more than can copy at the same time."""
+        narrow = min(self._sizes(peer))
+        if self._parts.engine.driver.device != "cpu":
+            return narrow
+        return min(narrow, len(os.sched_getaffinity(0)))
+
+    def _sizes(self, peer: Peer) -> tuple[int, int]:
+        """Ranks, of prefill and of us."""
+        assert peer.facts is not None
+        return peer.facts.tensor_parallel_size, self._parts.engine.size
 
     def _is_telling(self, num_tokens: int) -> bool:
         """Whether enough was moved to judge by."""

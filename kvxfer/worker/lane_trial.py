@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
-from kvxfer.cache.layout import GroupGeometry
+from kvxfer.cache.layout import CacheGeometry, GroupGeometry
+from kvxfer.cache.spec import GroupKind
 from kvxfer.control.lane_messages import LaneTrial
 from kvxfer.control.session import Peer
-from kvxfer.transfer.plan import CacheSide, TransferPlan, plan_transfer
+from kvxfer.transfer.rank_plans import RankMove, RankPlans, WorkerSide
 from kvxfer.transfer.regions import RegionSet
 from kvxfer.worker.assembly import WorkerParts
 
@@ -20,7 +22,7 @@ LONG_NS = 250_000_000
 """What takes longer is not moved again."""
 HOST_BYTES = 8 << 20
 GPU_BYTES = 256 << 20
-"""Enough for a fraction of a millisecond at full rate."""
+"""Enough for a fraction of a millisecond at full rate. Of one rank."""
 SHARE = 4
 """A trial takes at most one in so many of the free blocks."""
 
@@ -64,17 +66,38 @@ def why_not(ours: GroupGeometry, theirs: GroupGeometry, trial: LaneTrial) -> str
     return ""
 
 
-def trial_plan(
-    source: tuple[GroupGeometry, RegionSet, Sequence[int]],
+def trial_moves(
+    parts: WorkerParts,
+    own: Sequence[int],
     peer: Peer,
-    blocks: Sequence[int],
+    theirs: Sequence[int],
     tokens: int,
     *,
     from_peer: bool = False,
-) -> TransferPlan:
-    """Between our blocks and the `blocks` of `peer`. Raises PlanError, RegionError."""
+) -> list[RankMove]:
+    """The first `tokens`, between our blocks `own` and the blocks `theirs` of `peer`: of each pair
+    of ranks that KV moves between. Raises PlanError, RegionError."""
     assert peer.facts is not None
-    ours = CacheSide(*source)
-    theirs = CacheSide(peer.facts.geometry.groups[0], peer.regions, blocks)
-    ends = (theirs, ours) if from_peer else (ours, theirs)
-    return plan_transfer(*ends, range(tokens))
+    far, group = peer.facts, first_group(parts)
+    near_end = _side(group, parts.engine.size, parts.growth.regions, own, tokens)
+    theirs_too = far.geometry.groups[0], far.tensor_parallel_size, peer.regions, theirs
+    far_end = _side(*theirs_too, tokens)
+    source, target = (far_end, near_end) if from_peer else (near_end, far_end)
+    whole = [range(group.spec.num_layers)]
+    return RankPlans(source, target, tokens, [range(tokens)]).moves(whole)
+
+
+def arrived_bytes(parts: WorkerParts, tokens: int) -> int:
+    """What a trial of `tokens` brings to all our ranks."""
+    spec = first_group(parts).spec
+    return tokens // spec.block_size * spec.block_bytes * parts.engine.size
+
+
+def _side(
+    group: GroupGeometry, size: int, regions: RegionSet, blocks: Sequence[int], tokens: int
+) -> WorkerSide:
+    """The first group alone, of which a trial moves all tokens, seen again or not."""
+    if group.spec.kind is not GroupKind.MLA:
+        group = replace(group, spec=replace(group.spec, kind=GroupKind.FULL, window=0))
+    taken = blocks[: tokens // group.spec.block_size]
+    return WorkerSide(CacheGeometry((group,)), size, regions, [taken])

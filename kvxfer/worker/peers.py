@@ -52,7 +52,7 @@ class PeerTable:
         self._transfer = transfer
         self._facts = facts
         self._liveness = Liveness(channel, facts, options.peer_timeout_s)
-        self._tests_lanes = options.lane_test and transfer.size == 1
+        self._tests_lanes = options.lane_test
         self._exit_on_loss = options.on_peer_loss == "exit"
         self._peers: dict[str, Peer] = {}
         self.on_met: Callable[[Peer], None] = lambda peer: None

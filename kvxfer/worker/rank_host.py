@@ -11,7 +11,7 @@ from pathlib import Path
 from kvxfer.cache.budget import open_files_needed
 from kvxfer.cache.kv_cache import KVCache
 from kvxfer.cache.layout import CacheGeometry, KVCacheLayout
-from kvxfer.cache.spec import GroupKind, KVCacheSpec
+from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.cache.table import BlockTable
 from kvxfer.control.facts import RankFacts
 from kvxfer.errors import CacheError, ModelError
@@ -30,8 +30,9 @@ from kvxfer.transfer.digest import prompt_digests
 from kvxfer.transfer.lanes import Lane
 from kvxfer.transfer.multi import MultiConnector
 from kvxfer.transfer.plan_parts import MoveParts
-from kvxfer.transfer.rank_plans import total_heads
+from kvxfer.transfer.rank_plans import num_holders, total_heads
 from kvxfer.transfer.regions import Region
+from kvxfer.transfer.shards import head_range
 from kvxfer.worker.checksums import checksum_of
 from kvxfer.worker.device import make_driver
 from kvxfer.worker.rank_transfer import Growth, RankTransfer, Submitted
@@ -156,7 +157,7 @@ class RankHost:
             cache.close()
             raise
         self._cache = cache
-        self._transfer = RankTransfer(MultiConnector({}, Direction.PULL), cache, self.place.rank)
+        self._transfer = self._transfer_over(MultiConnector({}, Direction.PULL))
         return self.describe()
 
     def describe(self) -> RankCache:
@@ -179,10 +180,11 @@ class RankHost:
     def kv_checksum(
         self, blocks: list[list[int]], num_prompt: int, theirs: list[KVCacheSpec]
     ) -> int:
-        """Of this rank's heads, as `worker.checksums`; a head that all ranks hold is rank 0's."""
+        """Of this rank's heads, as `worker.checksums`; what several ranks hold is the first's."""
         if not self._shards:
             self._shards = self._make_shards()
-        counts = [spec.kind is not GroupKind.MLA or not self.place.rank for spec in self._specs]
+        rank, size = self.place.rank, self.place.size
+        counts = [rank % num_holders(spec, size) == 0 for spec in self._specs]
         return checksum_of(self._shards, self._specs, blocks, num_prompt, theirs, counts)
 
     def measure(self, utilization: float, budget_bytes: int) -> RankUsage:
@@ -213,7 +215,7 @@ class RankHost:
             if self._meter is not None:
                 self._transfer_bytes = transfer_bytes(connector, driver, self._meter, before)
             undo.pop_all()
-        self._transfer = RankTransfer(connector, cache, self.place.rank)
+        self._transfer = self._transfer_over(connector)
         return list(connector.connectors)
 
     def prepare(self, num_blocks: list[int]) -> RankGrowth:
@@ -254,6 +256,15 @@ class RankHost:
     def poll(self) -> list[TicketResult]:
         return self.transfer.poll()
 
+    def write_pattern(self, blocks: list[int], seed: int) -> None:
+        self.transfer.write_pattern(blocks, seed)
+
+    def erase_pattern(self, blocks: list[int]) -> None:
+        self.transfer.erase_pattern(blocks)
+
+    def check_pattern(self, blocks: list[int], seed: int) -> bool:
+        return self.transfer.check_pattern(blocks, seed)
+
     def close_connectors(self) -> None:
         self.transfer.close()
 
@@ -266,9 +277,8 @@ class RankHost:
         """Numbered as in the whole model."""
         shards = []
         for group, (views, spec) in enumerate(zip(self.cache.views, self._specs, strict=True)):
-            is_whole = spec.kind is GroupKind.MLA
             total = total_heads(spec, self.place.size)
-            first = 0 if is_whole else self.place.rank * spec.num_kv_heads
+            first = head_range(self.place.rank, self.place.size, total).start
             shards.append(KVShard(views, total, first, group))
         return shards
 
@@ -278,6 +288,9 @@ class RankHost:
             for owned in (self._runner, self._cache, self._transfer):
                 if owned is not None:
                     release.callback(owned.close)
+
+    def _transfer_over(self, connector: MultiConnector) -> RankTransfer:
+        return RankTransfer(connector, self.cache, self.place.rank, self.place.size)
 
     def _driver(self) -> VmmDriver:
         found = make_driver(self.device)

@@ -129,6 +129,13 @@ METHODS: Mapping[str, Method] = {
         RankHost.submit, tuple[str, Lane, list[MoveParts]], list[Submitted], _TRANSFER, _BRIEF_S
     ),
     "poll": Method(RankHost.poll, tuple[()], list[TicketResult], _TRANSFER, _BRIEF_S),
+    "write_pattern": Method(
+        RankHost.write_pattern, tuple[list[int], int], None, _TRANSFER, _BRIEF_S
+    ),
+    "erase_pattern": Method(RankHost.erase_pattern, tuple[list[int]], None, _TRANSFER, _BRIEF_S),
+    "check_pattern": Method(
+        RankHost.check_pattern, tuple[list[int], int], bool, _TRANSFER, _BRIEF_S
+    ),
     "close_connectors": Method(RankHost.close_connectors, tuple[()], None, _TRANSFER, _BRIEF_S),
     "invite": Method(RankHost.invite, tuple[int], list[bytes], LineName.CONTROL, _BRIEF_S),
 }

@@ -17,8 +17,10 @@ from kvxfer.errors import KvxferError
 from kvxfer.transfer.connector import Connector, Direction, TicketResult
 from kvxfer.transfer.lanes import Lane
 from kvxfer.transfer.multi import MultiConnector
-from kvxfer.transfer.rank_plans import RankMove
+from kvxfer.transfer.pattern import PatternHeads, check_pattern, erase, write_pattern
+from kvxfer.transfer.rank_plans import RankMove, total_heads
 from kvxfer.transfer.regions import Region
+from kvxfer.transfer.shards import head_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +89,32 @@ class WorkerTransfer(Protocol):
 
     def poll(self) -> list[TicketResult]: ...
 
+    def write_pattern(self, blocks: Sequence[int], seed: int) -> None:
+        """Fill `blocks` of the first group with `transfer.pattern`'s of the model's heads: each
+        rank its own. On return the devices have done it."""
+
+    def erase_pattern(self, blocks: Sequence[int]) -> None:
+        """Zeros instead."""
+
+    def check_pattern(self, blocks: Sequence[int], seed: int) -> bool:
+        """Whether every byte is there, on every rank."""
+
     def close(self) -> None:
         """Deregister everything and release the transports."""
 
 
 class RankTransfer:
-    """A WorkerTransfer of one rank. Owns the registrations of `cache`; closes `connector`."""
+    """A WorkerTransfer of one rank, of the `num_ranks` of a worker. Owns the registrations of
+    `cache`; closes `connector`."""
 
     size = 1
 
-    def __init__(self, connector: MultiConnector, cache: KVCache, rank: int = 0) -> None:
+    def __init__(
+        self, connector: MultiConnector, cache: KVCache, rank: int = 0, num_ranks: int = 1
+    ) -> None:
         self.cache = cache
         self.connector = connector
-        self._rank = rank
+        self._rank, self._num_ranks = rank, num_ranks
         self._registered: tuple[Region, ...] = ()
         self._peer_sizes: dict[str, int] = {}
 
@@ -189,6 +204,28 @@ class RankTransfer:
 
     def poll(self) -> list[TicketResult]:
         return self.connector.poll()
+
+    def write_pattern(self, blocks: Sequence[int], seed: int) -> None:
+        write_pattern(self.cache.views[0], blocks, seed, self._pattern_heads())
+        self._synchronize()
+
+    def erase_pattern(self, blocks: Sequence[int]) -> None:
+        erase(self.cache.views[0], blocks)
+        self._synchronize()
+
+    def check_pattern(self, blocks: Sequence[int], seed: int) -> bool:
+        return check_pattern(self.cache.views[0], blocks, seed, self._pattern_heads())
+
+    def _pattern_heads(self) -> PatternHeads:
+        total = total_heads(self.cache.geometry.specs[0], self._num_ranks)
+        return PatternHeads(head_range(self._rank, self._num_ranks, total).start, total)
+
+    def _synchronize(self) -> None:
+        device = self.cache.buffer.driver.device
+        if device != "cpu":
+            import torch
+
+            torch.cuda.synchronize(device)
 
     def close(self) -> None:
         if self._registered:

@@ -85,6 +85,15 @@ class RankedTransfer:
             for one in ended
         ]
 
+    def write_pattern(self, blocks: Sequence[int], seed: int) -> None:
+        self._group.call("write_pattern", list(blocks), seed)
+
+    def erase_pattern(self, blocks: Sequence[int]) -> None:
+        self._group.call("erase_pattern", list(blocks))
+
+    def check_pattern(self, blocks: Sequence[int], seed: int) -> bool:
+        return all(self._group.call("check_pattern", list(blocks), seed))
+
     def close(self) -> None:
         self._group.call("close_connectors")
 

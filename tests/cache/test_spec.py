@@ -47,6 +47,8 @@ def test_blocks_for_tokens_round_up(num_tokens, num_blocks):
         ("head_dim_v", -1),
         ("block_size", 0),
         ("block_size", -16),
+        ("replicas", 0),
+        ("replicas", 2),  # of its 8 heads
         ("dtype", "int8"),
         ("dtype", "torch.bfloat16"),
     ],

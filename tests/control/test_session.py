@@ -327,9 +327,9 @@ def test_a_group_that_nothing_was_revoked_of_keeps_all_its_blocks():
 # --- tensor-parallel ranks ------------------------------------------------------------------------
 
 
-def ranked(role, size, heads, kind=GroupKind.FULL):
+def ranked(role, size, heads, kind=GroupKind.FULL, replicas=1):
     """Facts of `size` ranks with `heads` KV heads each."""
-    facts = make_facts(role, spec={"num_kv_heads": heads, "kind": kind})
+    facts = make_facts(role, spec={"num_kv_heads": heads, "kind": kind, "replicas": replicas})
     ranks = [RankFacts(rank << 30, b"", []) for rank in range(size)]
     return msgspec.structs.replace(facts, ranks=ranks)
 
@@ -339,6 +339,22 @@ def ranked(role, size, heads, kind=GroupKind.FULL):
 def test_any_two_sizes_agree_on_the_heads_of_one_model(mine, yours):
     ours, theirs = ranked("prefill", mine, 4 // mine), ranked("decode", yours, 4 // yours)
     assert agree(ours, theirs) == agree(theirs, ours) != []
+
+
+@pytest.mark.parametrize("other", [(1, 2), (2, 1), (4, 1, GroupKind.FULL, 2)])
+def test_more_ranks_than_heads_agree_with_any_that_have_as_many_heads(other):
+    ours, theirs = ranked("prefill", 4, 1, replicas=2), ranked("decode", *other)
+    assert agree(ours, theirs) == agree(theirs, ours) != []
+
+
+def test_replicas_that_do_not_fit_are_named():
+    plenty = ranked("prefill", 4, 1, replicas=2)
+    with pytest.raises(HandshakeRejected) as heads:
+        agree(plenty, ranked("decode", 4, 1))
+    assert (heads.value.field, heads.value.ours, heads.value.theirs) == ("num_kv_heads", 2, 4)
+    for wrong in (ranked("decode", 3, 1, replicas=2), ranked("decode", 2, 1, replicas=4)):
+        with pytest.raises(HandshakeRejected, match="replicas"):
+            agree(plenty, wrong)
 
 
 def test_a_latent_is_whole_on_every_rank():

@@ -4,6 +4,7 @@ single process, both ends have the same KV, and nothing is left."""
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import signal
 import time
@@ -32,10 +33,12 @@ PROMPTS = (
     "HAMLET.\nTo be, or not to be, that is the question:\n" * 3,
     "KING.\nThe night is long, and we have far to go before the morning.\n" * 12,
 )
+CHUNK = 128
 COMMON = (
     "--device", "cpu", "--memory-budget-bytes", str(3 << 30), "--kv-digest", "always",
-    "--max-num-batched-tokens", "128",
+    "--max-num-batched-tokens", str(CHUNK), "--kv-stream-bytes", "1",
 )  # fmt: skip
+"""A chunk's KV travels layer by layer."""
 FEW = ("--kv-initial-blocks", "8")
 """Less than the prompts need: both caches grow while KV is on its way."""
 
@@ -45,19 +48,26 @@ def lengths() -> list[int]:
     return [len(tokenizer.encode(text)) for text in PROMPTS]
 
 
-def token_bytes() -> int:
-    """KV of one token in all layers and heads, K and V."""
-    config = json.loads((TINY_MODEL / "config.json").read_text())
-    return 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * 2 * config["head_dim"]
+CONFIG = json.loads((TINY_MODEL / "config.json").read_text())
+KV_HEADS, LAYERS = CONFIG["num_key_value_heads"], CONFIG["num_hidden_layers"]
+HEAD_BYTES = 4 * LAYERS * 2 * CONFIG["head_dim"]
+"""KV of one token of one head in all layers, K and V."""
 
 
-TOKEN_BYTES = token_bytes()
+def token_bytes(decode: int) -> int:
+    """What arrives of one token: each rank of `decode` has one head at the least."""
+    return HEAD_BYTES * max(KV_HEADS, decode)
+
+
+def num_chunks(num_tokens: int) -> int:
+    return -(-num_tokens // CHUNK)
 
 
 @dataclass(frozen=True)
 class Answer:
     tokens: list[int]
     num_bytes: int
+    num_pieces: int
 
 
 @dataclass
@@ -109,7 +119,8 @@ def ask(router: Router, address: str) -> list[Answer]:
     for one in sent:
         assert one.finished is not None
         assert (one.finished.error, one.finished.reason) == ("", "length")
-        answers.append(Answer(one.output, one.finished.transfer.num_bytes))
+        transfer = one.finished.transfer
+        answers.append(Answer(one.output, transfer.num_bytes, transfer.num_tickets))
     return answers
 
 
@@ -135,8 +146,11 @@ CASES = [
     pytest.param(2, 2, "push", "nixl", id="2 to 2, pushed", marks=pytest.mark.slow),
     pytest.param(2, 1, "push", "nixl", id="2 to 1, pushed", marks=pytest.mark.slow),
     pytest.param(1, 2, "pull", "nixl", id="1 to 2, pulled", marks=pytest.mark.slow),
-    pytest.param(2, 2, "pull", "peer,nixl", id="2 to 2, peer", marks=pytest.mark.slow),
-    pytest.param(1, 2, "auto", "peer,nixl", id="1 to 2, peer", marks=pytest.mark.slow),
+    pytest.param(2, 2, "pull", "peer", id="2 to 2, peer", marks=pytest.mark.slow),
+    pytest.param(1, 2, "auto", "peer,nixl", id="1 to 2, any", marks=pytest.mark.slow),
+    pytest.param(4, 1, "push", "nixl", id="4 to 1, pushed", marks=pytest.mark.slow),
+    pytest.param(1, 4, "pull", "peer", id="1 to 4, peer", marks=pytest.mark.slow),
+    pytest.param(4, 2, "pull", "nixl", id="4 to 2, pulled", marks=pytest.mark.slow),
 ]
 
 
@@ -150,7 +164,9 @@ def test_tokens_are_those_of_a_single_process(
         with pair(tmp_path, prefill, decode, *options) as both:
             first = ask(router, both.decode.address)
             assert [one.tokens for one in first] == expected
-            assert [one.num_bytes for one in first] == [TOKEN_BYTES * n for n in lengths()]
+            assert [one.num_bytes for one in first] == [token_bytes(decode) * n for n in lengths()]
+            chunks = sum(map(num_chunks, lengths()))
+            assert chunks < sum(one.num_pieces for one in first) <= chunks * LAYERS
             assert "generation 2" in both.decode.text, "it grew under way"
             again = ask(router, both.decode.address)  # most of it is cached, in all ranks
             assert [(one.tokens, one.num_bytes) for one in again] == [
@@ -159,8 +175,11 @@ def test_tokens_are_those_of_a_single_process(
             (source,) = router.connect([both.prefill.address], 30)
             cached = sum((n - 1) // 16 * 16 for n in lengths())
             assert router.status(source).values["prefix_cache_hit_tokens"] == cached
-            direction = "pull" if "peer" in connector else lane
-            assert f"lane: {connector.split(',')[0]}/{direction}" in both.decode.text
+            expected_lane = "" if lane == "auto" else f"{connector}/{lane}"
+            assert f"is ready, lane: {expected_lane}" in both.decode.text
+            tried = rf"lane to \S+: {expected_lane}.* from {prefill} to {decode} ranks"
+            assert re.search(tried, both.decode.text)
+            assert ("also tried" in both.decode.text) == (lane == "auto")
             if decode > 1:
                 (backend,) = router.connect([both.decode.address], 30)
                 refused = router.manage(backend, Sleep(timeout_s=1), 30)

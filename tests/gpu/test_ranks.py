@@ -11,9 +11,12 @@ from support.models import HostEngine, host_views
 from support.ranked import RankedEngine
 
 from kvxfer.cache.layout import KVCacheLayout
+from kvxfer.cache.table import BlockTable
 from kvxfer.model import inspect_model
-from kvxfer.model.runner import ModelRunner
+from kvxfer.model.groups import Place
+from kvxfer.model.runner import ModelRunner, SequenceStep
 from kvxfer.model.tiny import MODEL_DIR
+from kvxfer.worker.ranked_runner import RankedRunner
 from kvxfer.worker.ranks import RankGroup
 
 pytestmark = [
@@ -57,3 +60,22 @@ def test_tokens_are_those_of_one_gpu(group):
     group.extend([512])
     found = run(engine, PROMPTS, batch=MAX_BATCH)
     assert [one.answer for one in found] == [one.answer for one in expected]
+
+
+def test_layers_are_told_of_before_the_chunk_is_done(group):
+    """By the sums over NCCL; runs with the group that the test before has loaded."""
+    host, told = group.host, []
+    runner = RankedRunner(group)
+    (spec,) = host.cache.geometry.specs
+    tables = [BlockTable([1, 2, 3, 4, 5, 6, 7])]
+
+    def tell(place: Place) -> None:
+        behind = torch.cuda.Event()
+        behind.record(torch.cuda.current_stream("cuda:0"))
+        told.append((place, behind))
+
+    group.call("erase_pattern", [1, 2, 3, 4, 5, 6, 7])
+    runner.prefill_chunk(SequenceStep(PROMPTS[1], 0, tables), tell)
+    assert [place for place, _ in told] == [Place(0, i) for i in range(spec.num_layers - 1)]
+    assert all(behind.query() for _, behind in told)
+    assert group.call("check_pattern", [1, 2, 3, 4, 5, 6, 7], 0) == [False, False]

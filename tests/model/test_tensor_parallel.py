@@ -24,7 +24,7 @@ from kvxfer.model import inspect_model
 from kvxfer.model.runner import ModelRunner
 from kvxfer.model.tensor_parallel import TensorParallel, check_config, shard
 
-FAMILIES = ("llama", "gemma2", "deepseek_v3")
+FAMILIES = ("llama", "gemma2", "deepseek_v3", "llama of one KV head")
 FOLLOWER_TIMEOUT_S = 60.0
 ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parent.parent)}
 
@@ -42,9 +42,10 @@ class Compared:
     other_said: list[list[int]]
 
 
-def write_biased(directory: Path) -> Path:
+def write_biased(directory: Path, kv_heads: int) -> Path:
     """A Llama whose linear layers all have a bias that is not zero."""
-    write_model(directory, "llama", attention_bias=True, mlp_bias=True)
+    fields = {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": kv_heads}
+    write_model(directory, "llama", **fields)
     weights = load_file(directory / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
     for name, tensor in weights.items():
@@ -60,10 +61,10 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compared]:
     directories = {}
     for family in FAMILIES:
         directory = tmp_path_factory.mktemp(family)
-        is_llama = family == "llama"
-        directories[family] = (
-            write_biased(directory) if is_llama else write_model(directory, family)
-        )
+        if family.startswith("llama"):
+            directories[family] = write_biased(directory, 2 if family == "llama" else 1)
+        else:
+            directories[family] = write_model(directory, family)
     command = [sys.executable, "-m", "support.ranked", *map(str, directories.values())]
     found = {}
     with subprocess.Popen(
@@ -100,8 +101,9 @@ def test_a_rank_keeps_its_own_heads(compared, family):
     for spec, mine, whole, part in zip(
         one.part.specs, one.whole.specs, one.whole.views, one.part.views, strict=True
     ):
-        is_latent = mine.kind is GroupKind.MLA
-        assert spec.num_kv_heads == (1 if is_latent else mine.num_kv_heads // SIZE)
+        is_latent, heads = mine.kind is GroupKind.MLA, mine.num_kv_heads
+        assert spec.num_kv_heads == (1 if is_latent else max(1, heads // SIZE))
+        assert spec.replicas == (1 if is_latent else max(1, SIZE // heads))
         for layer, there in zip(part, whole, strict=True):
             here = layer[blocks[0], :, :BLOCK_SIZE]
             expected = there[blocks[0], : spec.num_kv_heads, :BLOCK_SIZE]
@@ -112,7 +114,11 @@ def test_a_rank_keeps_its_own_heads(compared, family):
     ("fields", "size", "reason"),
     [
         ({}, 3, "num_attention_heads = 8"),
-        ({}, 4, "num_key_value_heads = 2"),
+        (
+            {"num_attention_heads": 6, "hidden_size": 48},
+            3,
+            "nor is a multiple of num_key_value_heads = 2",
+        ),
         ({"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}, 4, "= 6"),
     ],
 )
@@ -121,6 +127,25 @@ def test_sizes_that_do_not_divide_the_heads_are_refused(fields, size, reason):
     with pytest.raises(UsageError, match=reason) as raised:
         check_config(transformers.LlamaConfig(**given), size)
     assert (raised.value.field, raised.value.value) == ("tensor_parallel_size", size)
+
+
+def test_ranks_may_be_a_multiple_of_the_kv_heads():
+    for size in (1, 2, 4, 8):
+        check_config(transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=2), size)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_neighbouring_ranks_hold_the_same_kv_head(kv_heads):
+    whole = small_llama(num_key_value_heads=kv_heads).state_dict()
+    name = "model.layers.0.self_attn.{}_proj.weight"
+    for rank in range(4):
+        model = small_llama(num_key_value_heads=kv_heads)
+        model.load_state_dict(whole)
+        shard(model, Place(rank, 4))
+        cut = model.state_dict()
+        for letter, head in (("q", rank), ("k", rank * kv_heads // 4), ("v", rank * kv_heads // 4)):
+            expected = whole[name.format(letter)][8 * head : 8 * (head + 1)]
+            assert torch.equal(cut[name.format(letter)], expected)
 
 
 def test_models_without_a_plan_are_refused():

@@ -164,8 +164,7 @@ def test_what_is_cached_is_offered_while_the_rest_is_not_computed_yet(cluster):
     prefill.runner.release()
     _, rest = take(cluster, wire, "again")
     assert (rest.start, rest.stop, rest.layers, rest.final) == (16, 18, WHOLE, True)
-    first, second = wire.of(Confirmed)
-    assert first.first_token == second.first_token == Reference([SPEC], TOKENS, 1).tokens[0]
+    assert [told.token for told in wire.of(FirstToken)] == Reference([SPEC], TOKENS, 1).tokens * 2
     settled(cluster, prefill)
 
 
@@ -214,7 +213,7 @@ def test_of_a_chunk_that_failed_nothing_is_kept(cluster):
     ask(wire, "again")
     take(cluster, wire, "again")
     assert hits(prefill) == (16, 8 + 18 + 18)
-    assert wire.of(Confirmed)[-1].first_token == Reference([SPEC], TOKENS, 1).tokens[0]
+    assert wire.of(FirstToken)[-1].token == Reference([SPEC], TOKENS, 1).tokens[0]
     settled(cluster, prefill)
 
 
@@ -309,7 +308,9 @@ def test_cached_tokens_are_sent_to_the_blocks_that_were_granted(cluster):
     cluster.until(lambda: len(wire.of(Done)) == 2)
     settled(cluster, prefill)
     one, other = wire.of(Done)
-    assert (one.num_tokens, one.first_token) == (other.num_tokens, other.first_token)
+    assert one.num_tokens == other.num_tokens
+    first, second = wire.of(FirstToken)
+    assert first.token == second.token
     assert one.transfer.num_bytes == other.transfer.num_bytes
     for view in wire.cache.views[0]:
         assert (view[[8, 2, 6, 4]] == view[GRANTED[0][:4]]).all()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvxfer.transfer.pattern import check_pattern, erase, write_pattern
+from kvxfer.transfer.pattern import PatternHeads, check_pattern, erase, write_pattern
 
 LAYERS, BLOCKS, HEADS, SLOTS = 2, 6, 3, 4
 
@@ -31,6 +31,21 @@ def test_block_sizes_may_differ():
     write_pattern(small, [3, 0], 1)
     large[0][2] = torch.cat([small[0][3], small[0][0]], dim=1)
     assert check_pattern(large, [2], 1)
+
+
+@pytest.mark.parametrize("content", [16, 5])
+def test_shards_of_the_heads_hold_their_part_of_the_whole(content):
+    whole = views(content)
+    write_pattern(whole, [4, 1], 7)
+    for first, heads in ((0, 1), (1, 2), (2, 1)):
+        held = PatternHeads(first, HEADS)
+        shard = [torch.zeros(BLOCKS, heads, SLOTS, content, dtype=torch.bfloat16) for _ in whole]
+        write_pattern(shard, [0, 3], 7, held)
+        for part, view in zip(shard, whole, strict=True):
+            mine, theirs = part[[0, 3]], view[[4, 1], first : first + heads]
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+        assert check_pattern(shard, [0, 3], 7, held)
+        assert not check_pattern(shard, [0, 3], 7, PatternHeads((first + 1) % 2, HEADS))
 
 
 @pytest.mark.parametrize("where", [(0, 4, 0, 0, 0), (1, 1, 2, 3, 15)])

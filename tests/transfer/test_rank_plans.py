@@ -23,7 +23,12 @@ LAYERS = [range(1, 2), range(1)]
 
 def side(size, layout, blocks, block_size=4):
     """A worker whose ranks hold the two groups' shares."""
-    share = dataclasses.replace(FULL, num_kv_heads=HEADS // size, block_size=block_size)
+    share = dataclasses.replace(
+        FULL,
+        num_kv_heads=max(1, HEADS // size),
+        block_size=block_size,
+        replicas=max(1, size // HEADS),
+    )
     specs = [share, dataclasses.replace(LATENT, block_size=block_size)]
     geometry = CacheGeometry.build(specs, [KVCacheLayout(layout)] * 2, [8, 8], 4096)
     regions = RegionSet((Region(0, geometry.total_bytes),), 1)
@@ -40,7 +45,7 @@ def elements(worker, rank, tokens, layers):
     """(group, layer, model's head, token, content) to its place in `rank`'s cache."""
     found = {}
     for group, spec in enumerate(worker.geometry.specs):
-        first = 0 if spec.kind is GroupKind.MLA else rank * spec.num_kv_heads
+        first = 0 if spec.kind is GroupKind.MLA else rank * HEADS // worker.size
         for layer in layers[group]:
             for token in tokens[group]:
                 block = worker.blocks[group][token // spec.block_size]
@@ -52,8 +57,8 @@ def elements(worker, rank, tokens, layers):
     return found
 
 
-@pytest.mark.parametrize("src_size", [1, 2, 4])
-@pytest.mark.parametrize("dst_size", [1, 2, 4])
+@pytest.mark.parametrize("src_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("dst_size", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("layouts", "sizes"), [(("LBHNC", "BLHNC"), (4, 4)), (("BHLNC", "LBNHC"), (4, 2))]
 )
@@ -103,6 +108,12 @@ def test_a_head_that_nobody_sends_is_noticed(monkeypatch, lost):
     source, target = side(2, "LBHNC", [3, 1, 5]), side(1, "LBHNC", [3, 1, 5])
     with pytest.raises(PlanError, match=r"rank 0 would get \d+ bytes of \d+"):
         RankPlans(source, target, NUM_PROMPT, TOKENS).moves(LAYERS)
+
+
+def test_replicas_that_no_worker_of_the_size_has_are_refused():
+    odd = dataclasses.replace(side(8, "LBHNC", [3, 1, 5]), size=3)
+    with pytest.raises(PlanError, match="replicas: 2 of each head"):
+        RankPlans(odd, side(1, "LBHNC", [3, 1, 5]), 11, TOKENS)
 
 
 def test_heads_that_are_not_the_sources_are_refused():

@@ -1,6 +1,7 @@
 """Pairs that try their lanes out: real bytes through real caches, and what is concluded."""
 
 import logging
+import time
 
 import pytest
 from support.faulty import SlowLoopback
@@ -13,6 +14,7 @@ from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.lane_costs import LaneCost
 from kvxfer.transfer.lanes import Lane, best_of
 from kvxfer.transfer.plan import TransferPlan
+from kvxfer.worker.lane_trial import NUM_TRANSFERS
 
 
 def tried(cluster, **changes):
@@ -60,6 +62,18 @@ class OneWay(SlowLoopback):
         return super().submit(peer, direction, plan)
 
 
+class LateStarter(SlowLoopback):
+    """Loopback whose first pull takes as long as connecting, mapping or compiling may."""
+
+    def submit(self, peer, direction, plan):
+        if direction is Direction.PULL and not hasattr(self, "sizes"):
+            self.sizes = []
+            time.sleep(0.06)
+        if direction is Direction.PULL:
+            self.sizes.append(plan.total_bytes)
+        return super().submit(peer, direction, plan)
+
+
 class NoWay(SlowLoopback):
     """Loopback that copies nothing and says that it is done."""
 
@@ -104,6 +118,17 @@ def test_a_plan_goes_by_the_lane_that_costs_least(cluster, direction):
         after = [mover.connector.num_submitted, second_of(mover).num_submitted]
         assert [new > old for new, old in zip(after, before, strict=True)] == [not taken, taken]
         cluster.until_idle()
+
+
+def test_a_first_transfer_that_takes_long_says_nothing_of_the_lane(cluster):
+    prefill, decode = idle_pair(cluster)
+    replace(decode, LateStarter)
+    decode.peers.dial(prefill.address)
+    cluster.until(ready(prefill, decode))
+    sizes = decode.connector.sizes
+    assert len(sizes) == 2 * NUM_TRANSFERS
+    assert min(sizes) < max(sizes), "all of it was moved, too"
+    cluster.until_idle()
 
 
 def test_a_lane_that_failed_its_trial_is_no_choice_for_any_plan(cluster):

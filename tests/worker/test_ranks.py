@@ -105,6 +105,26 @@ def test_each_rank_holds_its_heads(group, engine, single):
     assert not set(first[0]) & set(first[1]), "two ranks hold the same heads"
 
 
+def test_a_layer_is_told_of_when_all_ranks_have_written_it(group, engine):
+    """Rank 0 writes its part of the first layer at once; the other is stopped meanwhile."""
+    follower, told, blocks = group._followers[0].process.pid, [], [1, 2, 3, 4, 5, 6, 7]
+    group.call("erase_pattern", blocks)
+    step = SequenceStep(PROMPTS[1], 0, engine.tables(blocks))
+    thread = threading.Thread(target=engine.runner.prefill_chunk, args=(step, told.append))
+    os.kill(follower, signal.SIGSTOP)
+    try:
+        thread.start()
+        wait_for(lambda: bool(engine.views[0][0][1].any()), "rank 0 to write its first layer")
+        time.sleep(0.2)
+        early = list(told)
+    finally:
+        os.kill(follower, signal.SIGCONT)
+        thread.join(NOTICED_S)
+    assert not thread.is_alive()
+    assert early == []
+    assert told == [Place(0, layer) for layer in range(engine.specs[0].num_layers - 1)]
+
+
 def test_what_all_ranks_refuse_harms_none(group, engine, single):
     tables = engine.tables([1])
     with pytest.raises(UsageError, match="vocabulary"):
