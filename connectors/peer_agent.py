@@ -16,7 +16,7 @@ import msgspec
 from connectors.handover_socket import socket_directory
 from connectors.peer_copy import HostCopier, copier_for
 from connectors.peer_export import Exporter
-from connectors.peer_import import Link, Reach
+from connectors.peer_import import BUSY_TURN_S, TURN_S, Link, Reach
 from kvxfer.errors import ConnectorError
 from kvxfer.transfer.agent import Agent
 from kvxfer.transfer.connector import Direction, MemoryWindow
@@ -166,8 +166,10 @@ class PeerAgent(Agent):
             return  # a copy on a device is asked about often, and sockets cost more than that
         self._next_look_s = now + LOOK_PAUSE_S
         self.exporter.advance()
-        for link in self._links.values():
-            link.advance()
+        links = self._links.values()
+        turn_s = BUSY_TURN_S if any(link.users for link in links) else TURN_S
+        for link in links:
+            link.advance(turn_s)
         self._release_lost()
 
     def close(self) -> None:

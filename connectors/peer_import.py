@@ -8,6 +8,7 @@ driven by `advance` and never blocks.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -36,8 +37,12 @@ from kvxfer.transfer.regions import Region, RegionSet
 
 DIAL_TIMEOUT_S = 10.0
 TURN_S = 0.005
-"""About how long one `advance` may map: a GPU's driver takes 0.1 ms a chunk."""
+"""About how long one `advance` maps: a GPU's driver takes 0.1 ms a chunk."""
+BUSY_TURN_S = 0.0003
+"""The same while copies are under way, whose ends are looked for between turns."""
 
+Chunk = tuple[Serial, Serial, Serial]
+"""(serial, offset, size)."""
 _Size = Annotated[int, msgspec.Meta(gt=0, le=2**62)]
 
 
@@ -52,8 +57,8 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: _Size
     """Of the whole reservation."""
     granularity: _Size
-    chunks: list[tuple[Serial, Serial, Serial]]
-    """(serial, offset, size) of each described region."""
+    chunks: list[Chunk]
+    """Of each described region."""
 
     @classmethod
     def of(cls, metadata: bytes, remote: RemotePeer) -> Reach:
@@ -99,6 +104,8 @@ class Link:
         self._asked: set[int] = set()
         self._mapped: dict[int, tuple[Region, int]] = {}
         """By serial: where, and the driver's handle."""
+        self._arrived: deque[tuple[Chunk, int]] = deque()
+        """What is to be mapped next, with descriptors that are ours to close."""
         self._opening: Open | None = Open(token, our_name)
         self._deadline = time.monotonic() + DIAL_TIMEOUT_S
         with ExitStack() as undo:
@@ -133,6 +140,10 @@ class Link:
         named = reach.regions()
         for serial in [serial for serial in self._mapped if serial not in named]:
             self._unmap(serial)
+        gone = [one for one in self._arrived if one[0][0] not in named]
+        self._arrived = deque(one for one in self._arrived if one[0][0] in named)
+        self._asked.difference_update(chunk[0] for chunk, _ in gone)
+        close_all([fd for _, fd in gone])
         self._described = {s: region for s, region in self._described.items() if s in named}
         self._serials = {region: serial for serial, region in self._described.items()}
         self._unasked = [serial for serial in self._unasked if serial in named]
@@ -161,16 +172,16 @@ class Link:
     def has_mapped(self, serials: Iterable[int]) -> bool:
         return all(serial in self._mapped for serial in serials)
 
-    def advance(self) -> None:
-        """Dial, ask, receive and map, for a few milliseconds at the most. Raises nothing: what
-        goes wrong loses the link."""
+    def advance(self, turn_s: float = TURN_S) -> None:
+        """Dial, ask, receive, and map for about `turn_s`. Raises nothing: what goes wrong loses the
+        link."""
         if self.failure is not None:
             return
         try:
             if self._is_open():
                 self._ask()
-                turn_end = time.monotonic() + TURN_S
-                while self._receive() and time.monotonic() < turn_end:
+                turn_end = time.monotonic() + turn_s
+                while self._map_next() and time.monotonic() < turn_end:
                     pass
         except ConnectorError as error:
             self.lose(str(error))
@@ -180,6 +191,8 @@ class Link:
         if self.failure is None:
             self.failure = reason
             self._dialling.socket.close()
+            close_all([fd for _, fd in self._arrived])
+            self._arrived.clear()
 
     def release(self) -> None:
         """Give back mappings and addresses of a lost link without users. Idempotent.
@@ -217,8 +230,19 @@ class Link:
         except HungUp:
             return True  # receiving tells why
 
+    def _map_next(self) -> bool:
+        """Map one chunk; False if there is none."""
+        if not self._arrived and not self._receive():
+            return False
+        chunk, fd = self._arrived.popleft()
+        try:
+            self._take(*chunk, fd)
+        finally:
+            close_all([fd])
+        return True
+
     def _receive(self) -> bool:
-        """Map what one frame brings, or nothing of it; False if there is none."""
+        """Take what one frame brings; False if there is none."""
         received = receive_by_importer(self._dialling.socket)
         if received is None:
             return False
@@ -227,9 +251,9 @@ class Link:
             stack.callback(close_all, fds)
             if isinstance(frame, Refused):
                 raise ConnectorError(f"the owner refused: {frame.reason}")
-            for chunk, fd in zip(frame.chunks, fds, strict=True):
-                self._take(*chunk, fd)
-        return True
+            self._arrived.extend(zip(frame.chunks, fds, strict=True))
+            stack.pop_all()
+        return bool(self._arrived)
 
     def _take(self, serial: int, offset: int, size: int, fd: int) -> None:
         if serial not in self._asked:

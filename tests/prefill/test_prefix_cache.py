@@ -11,7 +11,16 @@ from support.workers import SPEC
 
 from kvxfer.cache.prefix_cache import block_hashes
 from kvxfer.cache.spec import GroupKind
-from kvxfer.control.messages import Abort, Aborted, Confirmed, Done, Failed, Ready, Taken
+from kvxfer.control.messages import (
+    Abort,
+    Aborted,
+    Confirmed,
+    Done,
+    Failed,
+    FirstToken,
+    Ready,
+    Taken,
+)
 
 both_lanes = pytest.mark.parametrize("lane", ["push", "pull"])
 WHOLE = [(0, SPEC.num_layers)]
