@@ -42,12 +42,13 @@ SPEC = KVCacheSpec(8, 8, 128, 128, "bfloat16", 16)
 def ends(device: str, gpu: int) -> Iterator[End]:
     """This process's, which knows the other's as 'peer'; the other sees `gpu` alone."""
     here = End("staged", device, f"here-{os.getpid()}", SIZE, 1)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         [sys.executable, growable_end.__file__, "staged", device, f"there-{gpu}", str(SIZE), "2"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), "PYTHONPATH": path},
     )
     try:
         assert process.stdout is not None
