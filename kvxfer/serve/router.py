@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvxfer.control.auth import Keys
 from kvxfer.control.cache_messages import CacheState, Defragment, Shrink, Sleep, WakeUp
 from kvxfer.control.channel import Channel, Letter
 from kvxfer.control.facts import WorkerFacts
@@ -70,8 +71,8 @@ class Completion:
 class Router:
     """Dials workers, sends prompts, collects tokens. One thread; `poll` makes it move."""
 
-    def __init__(self, peer_timeout_s: float = 5.0) -> None:
-        self._channel = Channel(f"router.{secrets.token_hex(8)}")
+    def __init__(self, peer_timeout_s: float = 5.0, keys: Keys | None = None) -> None:
+        self._channel = Channel(f"router.{secrets.token_hex(8)}", keys=keys)
         self._peer_timeout_s = peer_timeout_s
         self._backends: dict[str, Backend] = {}
         self._completions: dict[str, Completion] = {}
