@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import zmq
 
 from kvxfer.control.addresses import IPC, SocketFile, check_address, check_free, split_name
-from kvxfer.control.auth import Door, Keys
+from kvxfer.control.auth import DOMAIN, Door, Keys
 from kvxfer.control.messages import Message
 from kvxfer.control.wire import MAX_MESSAGE_BYTES, decode, encode
 from kvxfer.errors import ControlError, UsageError, WireError
@@ -86,6 +86,7 @@ class Channel:
             self._poller.register(self._door.socket, zmq.POLLIN)
         router = self._socket(zmq.ROUTER, listen)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)  # refuses ZMTP 1.0 and 2.0, keys or not
         if self._keys is not None:
             self._keys.guard(router)
         self._router = router
