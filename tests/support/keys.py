@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from kvxfer.control.auth import Keys, make_key_pair
 
@@ -24,9 +25,18 @@ class KeyRing:
         return secret
 
     def keys(self, name: str, *, allow: bool = True) -> Keys:
-        keys = Keys.load(self.make(name, allow=allow), self.allowed)
+        """Made if they are not there yet."""
+        secret = self.secret(name)
+        keys = Keys.load(secret if secret.exists() else self.make(name, allow=allow), self.allowed)
         assert keys is not None
         return keys
+
+    def options(self, name: str) -> dict[str, Any]:
+        """Of a worker that has the key called `name`."""
+        return {"key_file": self.secret(name), "peer_keys": self.allowed}
+
+    def secret(self, name: str) -> Path:
+        return self._root / f"of-{name}" / f"{name}.key"
 
     def public(self, name: str) -> Path:
         return self._root / f"of-{name}" / f"{name}.pub"

@@ -1,0 +1,310 @@
+"""Those who send wrong messages to the workers and the router of a cluster: with keys, as stranger,
+as a worker that is known or as one that was dialled; and without any."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+from support.cluster import Cluster
+from support.keys import KeyRing
+from support.wire_peer import WirePeer
+from support.workers import Worker
+from support.wrong_messages import Live, WrongMessages
+
+from kvxfer.control.cache_messages import (
+    Defragment,
+    RegionsRevoke,
+    RegionsRevoked,
+    Shrink,
+    Sleep,
+    WakeUp,
+)
+from kvxfer.control.channel import Channel, Letter
+from kvxfer.control.messages import (
+    Cancel,
+    Generate,
+    Goodbye,
+    Hello,
+    Reject,
+    Sampling,
+    StatusQuery,
+    Welcome,
+)
+from kvxfer.control.wire import decode
+from kvxfer.errors import WireError
+from kvxfer.serve.router import Backend, Completion, Router
+from kvxfer.transfer.regions import Region
+from kvxfer.worker.residency import ResidencyState
+
+SAY_HELLO_EVERY = 8
+"""Messages: one that is wrong costs a peer its session."""
+
+
+class Dialler:
+    """Dials a worker, greets it as a worker of the other role, and sends. Its name is new each
+    time, so that it stands for any number of peers."""
+
+    def __init__(self, target: Worker, peer: WirePeer, wrong: WrongMessages, greets: bool) -> None:
+        self.target = target
+        self.peer = peer
+        self.greets = greets
+        self.wrong = wrong
+        self.live = Live()
+        self.num_sent = 0
+        peer.dial(target)
+
+    def send(self) -> str:
+        if self.greets and self.num_sent % SAY_HELLO_EVERY == 0:
+            self.peer.incarnation = secrets.token_hex(4)
+            name = f"{self.peer.role}-x{self.num_sent % 7}"
+            is_odd = bool(self.num_sent // SAY_HELLO_EVERY % 2)
+            hello = self.peer.hello(worker_id=name, tests_lanes=is_odd)
+            self.wrong.learn(hello)
+            self.peer.says(hello)
+        data = self.wrong.next(self.live)
+        try:
+            self.peer.channel._dealers[self.peer.key].send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            return ""
+        self.num_sent += 1
+        return "keys, greets" if self.greets else "keys, says no Hello"
+
+    def turn(self) -> None:
+        self.peer.turn()
+        for message in self.peer.received:
+            self.wrong.learn(message)
+            self.live.learn(message)
+        self.peer.received.clear()
+
+
+class Posing:
+    """Listens at an address that a decode worker, or a router, dials; answers its Hello rightly and
+    sends what is wrong after that.
+
+    Reject, and a Welcome that does not fit, end who dialled, by design: never sent."""
+
+    def __init__(self, peer: WirePeer, wrong: WrongMessages, never: tuple[type, ...]) -> None:
+        self.peer = peer
+        self.wrong = wrong
+        self.never = never
+        self.live = Live()
+        self.who: bytes | None = None
+
+    def send(self) -> str:
+        data = self.wrong.next(self.live)
+        if self.who is None or self._is_never(data):
+            return ""
+        assert self.peer.channel._router is not None
+        try:
+            self.peer.channel._router.send_multipart([self.who, data], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return ""
+        return "keys, was dialled"
+
+    def _is_never(self, data: bytes) -> bool:
+        try:
+            return isinstance(decode(data), self.never)
+        except WireError:
+            return False
+
+    def turn(self) -> None:
+        self.peer.turn()
+        for message in self.peer.received:
+            self.wrong.learn(message)
+            self.live.learn(message)
+            if isinstance(message, Hello):
+                self.who = bytes.fromhex(self.peer.key.removeprefix("in:"))
+                self.peer.says(self.peer.welcome("push"))
+        self.peer.received.clear()
+
+
+STARTS = (b"", b"\x01\x00", b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48))
+"""Of a connection: none, that of ZMTP 1.0 and of 3.0."""
+
+
+class Stranger:
+    """Has no key: a ZeroMQ socket that speaks NULL, or bare bytes over TCP."""
+
+    def __init__(self, address: str, wrong: WrongMessages) -> None:
+        self._address = address.partition("#")[0]
+        self._wrong = wrong
+        self._context = zmq.Context()
+        self._num = 0
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.setsockopt(zmq.LINGER, 0)
+        self._dealer.connect(self._address)
+
+    def send(self) -> str:
+        self._num += 1
+        data = self._wrong.next(Live())
+        if self._num % 2:
+            try:
+                self._dealer.send(data, zmq.NOBLOCK)
+            except zmq.Again:  # libzmq gives an address up that speaks another mechanism
+                self._dealer.disconnect(self._address)
+                self._dealer.connect(self._address)
+                self._dealer.send(data, zmq.NOBLOCK)
+            return "no key, ZeroMQ"
+        port = int(self._address.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as raw:
+            raw.sendall(STARTS[self._num // 2 % len(STARTS)] + data)
+        return "no key, bytes"
+
+    def turn(self) -> None:
+        return
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def watch_handlers(worker: Worker, counts: Counter[str]) -> None:
+    """Count what each handler of `worker` was given, and how that ended."""
+
+    def watched(name: str, handler: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
+        def call(key: str, message: Any) -> None:
+            try:
+                handler(key, message)
+            except Exception:
+                counts[f"{name} refused"] += 1
+                raise
+            counts[f"{name} taken"] += 1
+
+        return call
+
+    for kind, handler in list(worker.loop._handlers.items()):
+        worker.loop._handlers[kind] = watched(kind.__name__, handler)
+
+
+NAMES = ("p", "d", "r", "xd", "xp", "xs", "xr", "quiet-d", "quiet-p")
+TIMES: dict[str, Any] = {"lane_test": True, "peer_timeout_s": 2.0, "request_timeout_s": 2.0}
+
+
+class Attack:
+    """A pair of workers and two routers with keys, and all kinds of attackers around them."""
+
+    def __init__(self, cluster: Cluster, ring: KeyRing, seed: int) -> None:
+        for name in NAMES:
+            ring.make(name)
+        self.cluster = cluster
+        self.wrong = WrongMessages(seed)
+        self.sent: Counter[str] = Counter()
+        self.delivered: dict[str, Counter[str]] = {
+            "prefill": Counter(), "decode": Counter(), "router": Counter(),
+        }  # fmt: skip
+        self.handled: dict[str, Counter[str]] = {"prefill": Counter(), "decode": Counter()}
+        ours = {"prefill": ring.options("p"), "decode": ring.options("d")}
+        self.prefill, self.decode = cluster.pair("auto", **ours, **TIMES)
+        for worker, name in ((self.prefill, "prefill"), (self.decode, "decode")):
+            watch_handlers(worker, self.handled[name])
+            self._tap(worker.channel, self.delivered[name])
+        cluster.connect_router(self.decode, ring.keys("r"))
+        self.misled = Router(peer_timeout_s=1e9, keys=ring.keys("r"))
+        self._tap(self.misled._channel, self.delivered["router"])
+        self.peers = {name: self._peer(ring, name) for name in NAMES[3:]}
+        self._dial()
+
+    def _peer(self, ring: KeyRing, name: str) -> WirePeer:
+        role = "prefill" if name in ("xp", "xs", "quiet-p") else "decode"
+        listen = "tcp://127.0.0.1:0" if name in ("xs", "xr") else None
+        return WirePeer(role, listen, worker_id=name, **TIMES, **ring.options(name))
+
+    def _dial(self) -> None:
+        wrong, peers = self.wrong, self.peers
+        self.strangers = [Stranger(one.address, wrong) for one in (self.prefill, self.decode)]
+        self.attackers: list[Any] = [
+            Dialler(self.prefill, peers["xd"], wrong, greets=True),
+            Dialler(self.decode, peers["xp"], wrong, greets=True),
+            Dialler(self.prefill, peers["quiet-d"], wrong, greets=False),
+            Dialler(self.decode, peers["quiet-p"], wrong, greets=False),
+            Posing(peers["xs"], wrong, (Reject, Welcome)),
+            Posing(peers["xr"], wrong, (Reject, Goodbye)),
+            *self.strangers,
+        ]
+        self.decode.peers.dial(peers["xs"].address)
+        key = self.misled._channel.dial(peers["xr"].address)
+        self.misled._backends[key] = Backend(key)
+        self.asked: Completion | None = None
+
+    def _tap(self, channel: Channel, delivered: Counter[str]) -> None:
+        """Count what is decoded."""
+        poll = channel.poll
+
+        def tapped(timeout_s: float) -> list[Letter]:
+            letters = poll(timeout_s)
+            for letter in letters:
+                delivered[type(letter.message).__name__] += 1
+            return letters
+
+        channel.poll = tapped  # type: ignore[method-assign]
+
+    def learn(self) -> None:
+        """What is really said when a prompt is served both ways, and what routers may ask for."""
+        for worker in self.cluster.workers:
+            send = worker.channel.send
+
+            def tapped(peer: str, message: Any, send: Any = send) -> None:
+                self.wrong.learn(message)
+                send(peer, message)
+
+            worker.channel.send = tapped  # type: ignore[method-assign]
+        self.serve()
+        for message in (
+            Generate("g", [1, 2, 3], 4, Sampling(), [], "", True),
+            Cancel("g"), Shrink([2], 0.1), Sleep(0.1), WakeUp(), Defragment(0.1), StatusQuery(),
+            RegionsRevoke(1, [Region(0, 4096)], [b""]), RegionsRevoked(1), Goodbye("g"),
+        ):  # fmt: skip
+            self.wrong.learn(message)
+
+    def serve(self) -> None:
+        """A real prompt, which must come out right."""
+        sent = self.cluster.send(self.decode, 18, 4)
+        self.cluster.finish(sent)
+        sent.check_equal()
+
+    def send(self, num: int) -> None:
+        """So many wrong messages, and the turns that take them in."""
+        done = 0
+        while done < num:
+            for one in self.attackers:
+                kind = one.send()
+                if kind:
+                    self.sent[kind] += 1
+                    done += 1
+            self.turn()
+
+    def turn(self) -> None:
+        self.cluster.turn()
+        self.misled.poll(0.0)
+        backend = next(iter(self.misled._backends.values()))
+        if backend.facts is not None and (self.asked is None or self.asked.finished):
+            self.asked = self.misled.submit(backend, [1, 2, 3], 4)
+        for one in self.attackers:
+            one.turn()
+
+    def stop(self) -> None:
+        """The attackers go. Idempotent."""
+        for stranger in self.strangers:
+            stranger.close()
+        for peer in self.peers.values():
+            peer.close()
+        self.peers.clear()
+        self.misled.close()
+
+    def heal(self) -> None:
+        """Until the workers have each other again, awake, and nothing else."""
+        workers = self.prefill, self.decode
+
+        def healthy() -> bool:
+            for worker in workers:
+                if worker.parts.residency.state is ResidencyState.ASLEEP:
+                    worker.parts.residency.wake_up(lambda state: None)
+            awake = all(w.parts.residency.state is ResidencyState.AWAKE for w in workers)
+            ready = [[peer.name for peer in worker.peers.ready()] for worker in workers]
+            return awake and ready == [["decode-0"], ["prefill-0"]] and self.cluster.idle()
+
+        self.cluster.until(healthy, 30.0)
