@@ -77,7 +77,7 @@ def check_reached(found: Attack) -> None:
 
 @pytest.fixture(autouse=True)
 def greets_at_once(monkeypatch):
-    """Whoever was lost for a wrong message is met again soon, to be wrong in a session once more."""
+    """Whoever was lost for a wrong message is met again soon, to be wrong once more."""
     monkeypatch.setattr(liveness, "HELLO_RETRY_S", 0.05)
 
 

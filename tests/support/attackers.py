@@ -256,7 +256,7 @@ class Attack:
         for message in (
             Generate("g", [1, 2, 3], 4, Sampling(), [], "", True),
             Cancel("g"), Shrink([2], 0.1), Sleep(0.1), WakeUp(), Defragment(0.1), StatusQuery(),
-            RegionsRevoke(1, [Region(0, 4096)], [b""]), RegionsRevoked(1), Goodbye("g"),
+            self.peers["xs"].welcome("push"), RegionsRevoke(1, [Region(0, 4096)], [b""]), RegionsRevoked(1), Goodbye("g"),
         ):  # fmt: skip
             self.wrong.learn(message)
 

@@ -152,7 +152,7 @@ class WrongMessages:
             case bool():
                 return not leaf
             case int():
-                return choose.choice((*EDGE_INTS, leaf + 1, max(0, leaf - 1)))
+                return choose.choice((*EDGE_INTS, min(leaf + 1, EDGE_INTS[-1]), max(0, leaf - 1)))
             case float():
                 return choose.choice(EDGE_FLOATS)
             case str():
