@@ -6,7 +6,7 @@ from __future__ import annotations
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -25,14 +25,29 @@ from kvxfer.control.cache_messages import (
     WakeUp,
 )
 from kvxfer.control.channel import Channel, Letter
+from kvxfer.control.lane_messages import LaneChosen, LanePush, LanePushed, LaneReady, LaneTrial
 from kvxfer.control.messages import (
+    WIRE_VERSION,
+    Abort,
+    Aborted,
     Cancel,
+    Confirmed,
+    Done,
+    Failed,
+    FirstToken,
     Generate,
     Goodbye,
+    Heartbeat,
     Hello,
+    Lease,
+    Message,
+    Ready,
+    RegionsAck,
     Reject,
     Sampling,
     StatusQuery,
+    Taken,
+    TransferStats,
     Welcome,
 )
 from kvxfer.control.wire import decode
@@ -78,6 +93,48 @@ class Dialler:
         self.peer.turn()
         for message in self.peer.received:
             self.wrong.learn(message)
+            self.live.learn(message)
+        self.peer.received.clear()
+
+
+class Careful:
+    """Dials a worker and is met by it, again whenever it was lost; keeps to the protocol so far
+    that it comes deep into the states of a request, and is wrong there."""
+
+    def __init__(
+        self,
+        target: Worker,
+        peer: WirePeer,
+        wrong: WrongMessages,
+        types: Sequence[str],
+        **facts: Any,
+    ) -> None:
+        self.target = target
+        self.peer = peer
+        self.wrong = wrong
+        self.types = types
+        self.facts = facts
+        self.live = Live()
+        identity = f"{peer.options.worker_id}.{peer.incarnation}".encode().hex()
+        self._known_as = f"in:{identity}"
+        peer.dial(target)
+
+    def send(self) -> str:
+        if self.target.peers.get(self._known_as) is None:
+            is_router = self.types is AS_ROUTER
+            hello = Hello(WIRE_VERSION, None) if is_router else self.peer.hello(**self.facts)
+            self.peer.says(hello)
+            return ""
+        data = self.wrong.nearly_right(self.live, self.types)
+        try:
+            self.peer.channel._dealers[self.peer.key].send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            return ""
+        return "keys, nearly right"
+
+    def turn(self) -> None:
+        self.peer.turn()
+        for message in self.peer.received:
             self.live.learn(message)
         self.peer.received.clear()
 
@@ -180,7 +237,31 @@ def watch_handlers(worker: Worker, counts: Counter[str]) -> None:
         worker.loop._handlers[kind] = watched(kind.__name__, handler)
 
 
-NAMES = ("p", "d", "r", "xd", "xp", "xs", "xr", "quiet-d", "quiet-p")
+AS_PREFILL = ("Ready", "FirstToken", "Done", "Confirmed", "Failed", "Aborted", "Heartbeat",
+              "LaneReady", "LanePushed", "RegionsAck")  # fmt: skip
+AS_DECODE = ("PrefillRequest", "PrefillRequest", "Taken", "Abort", "Heartbeat", "RegionsAck",
+             "LaneTrial", "LanePush", "LaneChosen")  # fmt: skip
+AS_ROUTER = ("Generate", "Generate", "Cancel", "StatusQuery")
+EXAMPLES: tuple[Message, ...] = (
+    Generate("g", list(range(18)), 4, Sampling(), [], "", True), Cancel("g"),
+    Ready("g", Lease("g", [[1, 2, 3, 4, 5]], 1.0), 0, 18, [(0, 2)], True), Taken("g", "g"),
+    Ready("g", Lease("g", [[1, 2, 3, 4, 5]], 1.0), 0, 8, [(0, 1)], False),
+    FirstToken("g", "g", 5), Confirmed("g", "g", None), Failed("g", "g", "x"), Abort("g", "g", "x"),
+    Done("g", "g", 18, 2, 1, TransferStats(), None), Aborted("g", "g"), Heartbeat(), RegionsAck(1),
+    LaneTrial("t", 4, [1]), LaneReady("t", [1]), LanePush("t", "loopback/push", 4),
+    LanePushed("t", "loopback/push", 100, ""),
+    LaneChosen("t", "loopback/push", 1.0, ["loopback/push"]),
+    Shrink([2], 0.1), Sleep(0.1), WakeUp(), Defragment(0.1), StatusQuery(), Goodbye("g"),
+    RegionsRevoke(1, [Region(0, 4096)], [b""]), RegionsRevoked(1),
+)  # fmt: skip
+"""Of what is seldom said, or by some lanes only."""
+PLAYED = {
+    "xd": "decode", "xp": "prefill", "xs": "prefill", "xr": "decode",
+    "quiet-d": "decode", "quiet-p": "prefill",
+    "push-d": "decode", "push-p": "prefill", "pull-d": "decode", "pull-p": "prefill",
+    "trial-d": "decode", "trial-p": "prefill", "asks": "decode",
+}  # fmt: skip
+"""Attackers, by the names of their keys, and as what they come."""
 TIMES: dict[str, Any] = {"lane_test": True, "peer_timeout_s": 2.0, "request_timeout_s": 2.0}
 
 
@@ -188,7 +269,7 @@ class Attack:
     """A pair of workers and two routers with keys, and all kinds of attackers around them."""
 
     def __init__(self, cluster: Cluster, ring: KeyRing, seed: int) -> None:
-        for name in NAMES:
+        for name in ("p", "d", "r", *PLAYED):
             ring.make(name)
         self.cluster = cluster
         self.wrong = WrongMessages(seed)
@@ -205,13 +286,12 @@ class Attack:
         cluster.connect_router(self.decode, ring.keys("r"))
         self.misled = Router(peer_timeout_s=1e9, keys=ring.keys("r"))
         self._tap(self.misled._channel, self.delivered["router"])
-        self.peers = {name: self._peer(ring, name) for name in NAMES[3:]}
+        self.peers = {name: self._peer(ring, name) for name in PLAYED}
         self._dial()
 
     def _peer(self, ring: KeyRing, name: str) -> WirePeer:
-        role = "prefill" if name in ("xp", "xs", "quiet-p") else "decode"
         listen = "tcp://127.0.0.1:0" if name in ("xs", "xr") else None
-        return WirePeer(role, listen, worker_id=name, **TIMES, **ring.options(name))
+        return WirePeer(PLAYED[name], listen, worker_id=name, **TIMES, **ring.options(name))
 
     def _dial(self) -> None:
         wrong, peers = self.wrong, self.peers
@@ -224,7 +304,17 @@ class Attack:
             Posing(peers["xs"], wrong, (Reject, Welcome)),
             Posing(peers["xr"], wrong, (Reject, Goodbye)),
             *self.strangers,
+            Careful(self.decode, peers["asks"], wrong, AS_ROUTER),
         ]
+        for lane in ("push", "pull", "trial"):
+            only = {"lanes": [f"loopback/{lane}"], "tests_lanes": False}
+            if lane == "trial":
+                only = {"tests_lanes": True}
+            as_decode, as_prefill = peers[f"{lane}-d"], peers[f"{lane}-p"]
+            self.attackers += [
+                Careful(self.prefill, as_decode, wrong, AS_DECODE, **only),
+                Careful(self.decode, as_prefill, wrong, AS_PREFILL, **only),
+            ]
         self.decode.peers.dial(peers["xs"].address)
         key = self.misled._channel.dial(peers["xr"].address)
         self.misled._backends[key] = Backend(key)
@@ -253,11 +343,7 @@ class Attack:
 
             worker.channel.send = tapped  # type: ignore[method-assign]
         self.serve()
-        for message in (
-            Generate("g", [1, 2, 3], 4, Sampling(), [], "", True),
-            Cancel("g"), Shrink([2], 0.1), Sleep(0.1), WakeUp(), Defragment(0.1), StatusQuery(),
-            self.peers["xs"].welcome("push"), RegionsRevoke(1, [Region(0, 4096)], [b""]), RegionsRevoked(1), Goodbye("g"),
-        ):  # fmt: skip
+        for message in (*EXAMPLES, self.peers["xs"].welcome("push")):
             self.wrong.learn(message)
 
     def serve(self) -> None:
@@ -279,12 +365,19 @@ class Attack:
 
     def turn(self) -> None:
         self.cluster.turn()
+        self._wake()
         self.misled.poll(0.0)
         backend = next(iter(self.misled._backends.values()))
         if backend.facts is not None and (self.asked is None or self.asked.finished):
             self.asked = self.misled.submit(backend, [1, 2, 3], 4)
         for one in self.attackers:
             one.turn()
+
+    def _wake(self) -> None:
+        """Whoever has a key may put a worker to sleep; that shall not be all that happens."""
+        for worker in self.cluster.workers:
+            if worker.parts.residency.state is ResidencyState.ASLEEP:
+                worker.parts.residency.wake_up(lambda state: None)
 
     def stop(self) -> None:
         """The attackers go. Idempotent."""
@@ -300,9 +393,7 @@ class Attack:
         workers = self.prefill, self.decode
 
         def healthy() -> bool:
-            for worker in workers:
-                if worker.parts.residency.state is ResidencyState.ASLEEP:
-                    worker.parts.residency.wake_up(lambda state: None)
+            self._wake()
             awake = all(w.parts.residency.state is ResidencyState.AWAKE for w in workers)
             ready = [[peer.name for peer in worker.peers.ready()] for worker in workers]
             return awake and ready == [["decode-0"], ["prefill-0"]] and self.cluster.idle()

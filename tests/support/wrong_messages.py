@@ -97,6 +97,19 @@ class WrongMessages:
         self._live = live if self._random.random() < 0.7 else Live(deck=live.deck)
         return self._random.choice(self._makers)()
 
+    def nearly_right(self, live: Live, types: Sequence[str]) -> bytes:
+        """One of these messages about what goes on right now; half of them are not changed."""
+        self._live = live
+        value = copy.deepcopy(self._random.choice(self._real[self._random.choice(types)]))
+        if value["type"] in ("Generate", "PrefillRequest"):
+            value["request_id"] = self._random.randbytes(4).hex()
+        if "grant" in value:
+            value["grant"]["grant_id"] = value["request_id"]
+        self._live.put_into(value)
+        if self._random.random() < 0.5:
+            self._change(value)
+        return msgspec.msgpack.encode(value)
+
     def random_bytes(self) -> bytes:
         longest = self._random.choice((8, 64, 512, 4096))
         return self._random.randbytes(self._random.randrange(longest))
@@ -122,12 +135,14 @@ class WrongMessages:
         """A real message, of another or at another time, in which up to three values are others."""
         value = self._live.put_into(copy.deepcopy(self._any_real()))
         for _ in range(self._random.choice((0, 1, 1, 2, 3))):
-            leaves = [leaf for leaf in _leaves(value) if leaf[1] != "type"]
-            if not leaves:
-                break
+            self._change(value)
+        return msgspec.msgpack.encode(value)
+
+    def _change(self, value: Any) -> None:
+        leaves = [leaf for leaf in _leaves(value) if leaf[1] != "type"]
+        if leaves:
             holder, key, leaf = self._random.choice(leaves)
             holder[key] = self._another(leaf)
-        return msgspec.msgpack.encode(value)
 
     def made_message(self) -> bytes:
         """Of each type in turn, all of its values made up."""
