@@ -50,6 +50,7 @@ from kvxfer.control.messages import (
     TransferStats,
     Welcome,
 )
+from kvxfer.control.session import PeerState
 from kvxfer.control.wire import decode
 from kvxfer.errors import WireError
 from kvxfer.serve.router import Backend, Completion, Router
@@ -365,7 +366,7 @@ class Attack:
 
     def turn(self) -> None:
         self.cluster.turn()
-        self._wake()
+        self._tend()
         self.misled.poll(0.0)
         backend = next(iter(self.misled._backends.values()))
         if backend.facts is not None and (self.asked is None or self.asked.finished):
@@ -373,11 +374,15 @@ class Attack:
         for one in self.attackers:
             one.turn()
 
-    def _wake(self) -> None:
-        """Whoever has a key may put a worker to sleep; that shall not be all that happens."""
+    def _tend(self) -> None:
+        """What an operator does. Whoever has a key may put a worker to sleep; and what was granted
+        to a peer that is lost stays quarantined until that peer is known to have ended."""
         for worker in self.cluster.workers:
             if worker.parts.residency.state is ResidencyState.ASLEEP:
                 worker.parts.residency.wake_up(lambda state: None)
+        granted = [one.prefill for one in self.decode.role._requests.values() if one.prefill]
+        for name in {peer.name for peer in granted if peer.state is PeerState.GONE}:
+            self.decode.peers.on_fenced(name)
 
     def stop(self) -> None:
         """The attackers go. Idempotent."""
@@ -393,7 +398,7 @@ class Attack:
         workers = self.prefill, self.decode
 
         def healthy() -> bool:
-            self._wake()
+            self._tend()
             awake = all(w.parts.residency.state is ResidencyState.AWAKE for w in workers)
             ready = [[peer.name for peer in worker.peers.ready()] for worker in workers]
             return awake and ready == [["decode-0"], ["prefill-0"]] and self.cluster.idle()
