@@ -238,8 +238,12 @@ def watch_handlers(worker: Worker, counts: Counter[str]) -> None:
         worker.loop._handlers[kind] = watched(kind.__name__, handler)
 
 
-AS_PREFILL = ("Ready", "FirstToken", "Done", "Confirmed", "Failed", "Aborted", "Heartbeat",
-              "LaneReady", "LanePushed", "RegionsAck")  # fmt: skip
+BESIDES = ("FirstToken", "Failed", "Aborted", "Heartbeat", "RegionsAck")
+AS_PREFILL = {
+    "push": ("Done", "Done", *BESIDES),
+    "pull": ("Ready", "Ready", "Ready", "Confirmed", "Confirmed", *BESIDES),
+    "trial": ("LaneReady", "LaneReady", "LanePushed", "LanePushed", "Done", "Ready", *BESIDES),
+}
 AS_DECODE = ("PrefillRequest", "PrefillRequest", "Taken", "Abort", "Heartbeat", "RegionsAck",
              "LaneTrial", "LanePush", "LaneChosen")  # fmt: skip
 AS_ROUTER = ("Generate", "Generate", "Cancel", "StatusQuery")
@@ -314,7 +318,7 @@ class Attack:
             as_decode, as_prefill = peers[f"{lane}-d"], peers[f"{lane}-p"]
             self.attackers += [
                 Careful(self.prefill, as_decode, wrong, AS_DECODE, **only),
-                Careful(self.decode, as_prefill, wrong, AS_PREFILL, **only),
+                Careful(self.decode, as_prefill, wrong, AS_PREFILL[lane], **only),
             ]
         self.decode.peers.dial(peers["xs"].address)
         key = self.misled._channel.dial(peers["xr"].address)
@@ -370,7 +374,7 @@ class Attack:
         self.misled.poll(0.0)
         backend = next(iter(self.misled._backends.values()))
         if backend.facts is not None and (self.asked is None or self.asked.finished):
-            self.asked = self.misled.submit(backend, [1, 2, 3], 4)
+            self.asked = self.misled.submit(backend, list(range(18)), 4)
         for one in self.attackers:
             one.turn()
 
