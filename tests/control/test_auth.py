@@ -13,6 +13,7 @@ import zmq
 from support.fixtures import num_open_files
 from support.keys import KeyRing
 
+from kvxfer.control import auth
 from kvxfer.control.addresses import check_address
 from kvxfer.control.auth import REFRESH_S, Keys, make_key_pair
 from kvxfer.control.channel import Channel, check_dial
@@ -196,6 +197,22 @@ def test_those_raw_bytes_are_a_message_where_nobody_minds(kind):
             raw.sendall(RAW[kind])
             assert server.poll(5000)
             assert server.recv_multipart()[1] == BODY
+
+
+def test_connections_that_say_nothing_are_closed_and_hold_up_nobody(make, ring, monkeypatch):
+    monkeypatch.setattr(auth, "HANDSHAKE_MS", 400)
+    server = make("server", ANY, ring.keys("server"))
+    client = make("client", keys=ring.keys("client"))
+    server._keys._next_refresh_s = 0.0
+    port, before = int(plain(server.address).rpartition(":")[2]), num_open_files()
+    with contextlib.ExitStack() as held:
+        for _ in range(100):
+            held.enter_context(socket.create_connection(("127.0.0.1", port)))
+        exchange(server, client, client.dial(server.address), "goes on")
+        deadline = time.monotonic() + 10
+        while num_open_files() > before + 110:  # theirs, and the client's
+            assert time.monotonic() < deadline
+            turn(server, seconds=0.05)
 
 
 def test_a_server_without_the_pinned_key_hears_nothing(make, ring):

@@ -72,6 +72,10 @@ def check_reached(found: Attack) -> None:
         assert {name for name in TYPES if not found.delivered[role][name]} == set()
         handled = {name.split()[0] for name in found.handled[role]}
         assert {kind.__name__ for kind in worker.loop._handlers} == handled
+        counts = found.turned_away(worker)
+        for kind in ("malformed_messages", "misplaced_messages", "wrong_messages"):
+            assert counts[kind] > 0
+        assert counts["refused_connections"] == 0  # strangers do not come so far
     assert set(TYPES) - set(found.delivered["router"]) == {"Reject", "Goodbye"}
 
 

@@ -14,9 +14,10 @@ from support.cluster import Cluster
 from support.keys import KeyRing
 from support.wire_peer import WirePeer
 from support.workers import Worker
-from support.wrong_messages import Live, WrongMessages
+from support.wrong_messages import TYPES, Live, WrongMessages
 
 from kvxfer.control.cache_messages import (
+    CacheState,
     Defragment,
     RegionsRevoke,
     RegionsRevoked,
@@ -34,6 +35,7 @@ from kvxfer.control.messages import (
     Confirmed,
     Done,
     Failed,
+    Finished,
     FirstToken,
     Generate,
     Goodbye,
@@ -43,10 +45,13 @@ from kvxfer.control.messages import (
     Message,
     Ready,
     RegionsAck,
+    RegionsUpdate,
     Reject,
     Sampling,
+    Status,
     StatusQuery,
     Taken,
+    Token,
     TransferStats,
     Welcome,
 )
@@ -70,7 +75,7 @@ class Dialler:
         self.peer = peer
         self.greets = greets
         self.wrong = wrong
-        self.live = Live()
+        self.live = Live(first=list(TYPES))
         self.num_sent = 0
         peer.dial(target)
 
@@ -150,7 +155,7 @@ class Posing:
         self.peer = peer
         self.wrong = wrong
         self.never = never
-        self.live = Live()
+        self.live = Live(first=[name for name in TYPES if name not in names_of(never)])
         self.who: bytes | None = None
 
     def send(self) -> str:
@@ -179,6 +184,10 @@ class Posing:
                 self.who = bytes.fromhex(self.peer.key.removeprefix("in:"))
                 self.peer.says(self.peer.welcome("push"))
         self.peer.received.clear()
+
+
+def names_of(kinds: tuple[type, ...]) -> set[str]:
+    return {kind.__name__ for kind in kinds}
 
 
 STARTS = (b"", b"\x01\x00", b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48))
@@ -258,6 +267,9 @@ EXAMPLES: tuple[Message, ...] = (
     LaneChosen("t", "loopback/push", 1.0, ["loopback/push"]),
     Shrink([2], 0.1), Sleep(0.1), WakeUp(), Defragment(0.1), StatusQuery(), Goodbye("g"),
     RegionsRevoke(1, [Region(0, 4096)], [b""]), RegionsRevoked(1),
+    RegionsUpdate(2, [Region(0, 4096)], [b""]), Reject("model", "a", "b"), Token("g", 0, 5),
+    Finished("g", "length", "", 5, TransferStats(), ["00"]), Status("w", {"a": 1, "b": "c"}),
+    CacheState("Shrink", "", False, [4], 4096, 0, 0),
 )  # fmt: skip
 """Of what is seldom said, or by some lanes only."""
 PLAYED = {
@@ -348,7 +360,8 @@ class Attack:
 
             worker.channel.send = tapped  # type: ignore[method-assign]
         self.serve()
-        for message in (*EXAMPLES, self.peers["xs"].welcome("push")):
+        peer = self.peers["xs"]
+        for message in (*EXAMPLES, peer.welcome("push"), peer.hello()):
             self.wrong.learn(message)
 
     def serve(self) -> None:
@@ -396,6 +409,15 @@ class Attack:
             peer.close()
         self.peers.clear()
         self.misled.close()
+
+    def turned_away(self, worker: Worker) -> dict[str, int | float | str]:
+        """What `worker` says in Status."""
+        told: list[Any] = []
+        send = worker.channel.send
+        worker.channel.send = lambda peer, message: told.append(message)  # type: ignore
+        worker.loop._on_status_query("nobody", StatusQuery())
+        worker.channel.send = send  # type: ignore[method-assign]
+        return dict(told[0].values)
 
     def heal(self) -> None:
         """Until the workers have each other again, awake, and nothing else."""

@@ -40,6 +40,8 @@ class Live:
     request_id: str = ""
     grant_id: str = ""
     trial_id: str = ""
+    first: list[str] = field(default_factory=list)
+    """Types of message to say once as they are, before anything wrong: every handler is reached."""
     deck: list[str] = field(default_factory=list)
     """Types of message that this sender is still to make one of."""
 
@@ -94,6 +96,8 @@ class WrongMessages:
 
     def next(self, live: Live) -> bytes:
         """`live`: what the sender was last told, which its message will often speak of."""
+        if live.first:
+            return msgspec.msgpack.encode(self._random.choice(self._real[live.first.pop()]))
         self._live = live if self._random.random() < 0.7 else Live(deck=live.deck)
         return self._random.choice(self._makers)()
 
