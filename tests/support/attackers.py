@@ -55,7 +55,6 @@ from kvxfer.control.messages import (
     TransferStats,
     Welcome,
 )
-from kvxfer.control.session import PeerState
 from kvxfer.control.wire import decode
 from kvxfer.errors import WireError
 from kvxfer.serve.router import Backend, Completion, Router
@@ -128,6 +127,7 @@ class Careful:
     def send(self) -> str:
         if self.target.peers.get(self._known_as) is None:
             is_router = self.types is AS_ROUTER
+            self.peer.incarnation = secrets.token_hex(4)
             hello = Hello(WIRE_VERSION, None) if is_router else self.peer.hello(**self.facts)
             self.peer.says(hello)
             return ""
@@ -397,8 +397,10 @@ class Attack:
         for worker in self.cluster.workers:
             if worker.parts.residency.state is ResidencyState.ASLEEP:
                 worker.parts.residency.wake_up(lambda state: None)
-        granted = [one.prefill for one in self.decode.role._requests.values() if one.prefill]
-        for name in {peer.name for peer in granted if peer.state is PeerState.GONE}:
+        role = self.decode.role
+        owing = [one.prefill for one in role._requests.values() if one.prefill]
+        owing += [trial.peer for trial in role._lane_trials._ending]
+        for name in {peer.name for peer in owing if not peer.is_met}:
             self.decode.peers.on_fenced(name)
 
     def stop(self) -> None:
