@@ -86,11 +86,10 @@ class Dialler:
             hello = self.peer.hello(worker_id=name, tests_lanes=is_odd)
             self.wrong.learn(hello)
             self.peer.says(hello)
-        data = self.wrong.next(self.live)
-        try:
-            self.peer.channel._dealers[self.peer.key].send(data, zmq.NOBLOCK)
-        except zmq.Again:
+        dealer = self.peer.channel._dealers[self.peer.key]
+        if not dealer.poll(0, zmq.POLLOUT):
             return ""
+        dealer.send(self.wrong.next(self.live), zmq.NOBLOCK)
         self.num_sent += 1
         return "keys, greets" if self.greets else "keys, says no Hello"
 
@@ -159,8 +158,10 @@ class Posing:
         self.who: bytes | None = None
 
     def send(self) -> str:
+        if self.who is None:
+            return ""
         data = self.wrong.next(self.live)
-        if self.who is None or self._is_never(data):
+        if self._is_never(data):
             return ""
         assert self.peer.channel._router is not None
         try:
