@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 import cyclopts
 
@@ -70,6 +71,28 @@ def doctor(*, json: bool = False) -> int:
     from kvxfer.doctor.run import run_doctor
 
     return run_doctor(json)
+
+
+@app.command
+def keygen(directory: Path, name: str) -> int:
+    """Make a pair of keys for one worker or router: DIRECTORY/NAME.key, its secret, and NAME.pub.
+
+    NAME.key stays with the process that it is for (--key-file). NAME.pub goes into the directory
+    (--peer-keys) of each that may talk to it. Both have mode 0600; a file that is there is never
+    written over. Example: kvxfer keygen keys decode-0
+
+    Parameters
+    ----------
+    directory
+        Made with mode 0700 where there is none.
+    name
+        Others dial ADDRESS#NAME.
+    """
+    from kvxfer.control.auth import make_key_pair
+
+    for path in make_key_pair(directory, name):
+        print(path)
+    return 0
 
 
 bench = cyclopts.App(name="bench", help="Measure, with verified data.")

@@ -36,8 +36,14 @@ class WorkerOptions:
     """Hugging Face directory of a model, decoder-only or of T5's or BART's class: config,
     safetensors, tokenizer."""
     listen: str = "tcp://127.0.0.1:0"
-    """Control-plane address to bind: tcp on loopback (port 0 takes a free one), or ipc:///PATH, a
-    Unix socket in a directory of mode 0700."""
+    """Control-plane address to bind: tcp on loopback (port 0 takes a free one), with keys on any
+    of this host's addresses, or ipc:///PATH, a Unix socket in a directory of mode 0700."""
+    key_file: Path | None = None
+    """Secret key of this worker, NAME.key of `kvxfer keygen`: every socket is encrypted then, and
+    only who has a key of peer_keys comes in. Others dial ADDRESS#NAME."""
+    peer_keys: Path | None = None
+    """Directory with the NAME.pub of all whom this worker may talk to, routers too; read again when
+    one comes or goes."""
     worker_id: str = ""
     """Name of this worker towards others (default: role and a random suffix)."""
     device: str = "auto"

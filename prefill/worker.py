@@ -249,6 +249,9 @@ class PrefillWorker:
             self._end(job)
 
     def _end(self, job: PrefillJob) -> None:
+        """Idempotent: telling decode the end may lose it, and that gives up all of its jobs."""
+        if job.state is JobState.ENDED:
+            return
         job.state = JobState.ENDED
         del self._jobs[job.key]
         if job.blocks:

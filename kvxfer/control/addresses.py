@@ -1,4 +1,4 @@
-"""Addresses of the control plane that need no keys: loopback, and Unix sockets in private places.
+"""Addresses of the control plane, and which of them need keys: all but loopback and Unix sockets.
 
 Facts (Linux 6.18, ZeroMQ 4.3.5): a Unix socket with a path is reached across network namespaces,
 by whoever may open the path; an abstract one ('@name') is not, and has no owner. `sun_path` holds
@@ -9,8 +9,10 @@ there yet tries again and again.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
+import re
 import socket
 import stat
 from pathlib import Path
@@ -20,13 +22,27 @@ from kvxfer.errors import UsageError
 logger = logging.getLogger(__name__)
 
 IPC = "ipc://"
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 LONGEST_PATH_BYTES = 107
 PROBE_TIMEOUT_S = 1.0
+KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Of a key: the stem of its files."""
+HOST_NAME = re.compile(
+    r"(?=.{1,253}$)([A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9])?\.)*[A-Za-z]([A-Za-z0-9-]*)"
+)
+"""Ends in a letter's label, so that no other way to write an IP address ('0', '0x7f.1') is one."""
 
 
-def check_loopback(field: str, address: str) -> None:
-    """Without keys (a later issue) nothing but this host may be talked to: by TCP on loopback, or
-    by a Unix socket in a directory that is ours alone. Raises UsageError."""
+def split_name(address: str) -> tuple[str, str]:
+    """'ADDRESS#NAME', NAME being that of whose key belongs there, else ''."""
+    plain, mark, name = address.rpartition("#")
+    return (plain, name) if mark and KEY_NAME.fullmatch(name) else (address, "")
+
+
+def check_address(field: str, address: str, *, has_keys: bool = False, binds: bool = False) -> None:
+    """Without keys nothing but this host may be talked to: by TCP on loopback, or by a Unix socket
+    in a directory that is ours alone. With them, any host. Never a wildcard, which tells others
+    nothing and is reached from everywhere. Raises UsageError."""
     if address.startswith(IPC):
         _check_path(field, address)
         return
@@ -36,8 +52,29 @@ def check_loopback(field: str, address: str) -> None:
         raise UsageError(
             field, address, "must look like tcp://127.0.0.1:PORT (0: any free port) or ipc:///PATH"
         )
-    if host not in ("127.0.0.1", "localhost", "[::1]"):
-        raise UsageError(field, address, "only loopback addresses are allowed without keys")
+    if host in LOOPBACK:
+        return
+    ip = _ip(host)
+    if host == "*" or (ip is not None and (ip.is_unspecified or ip.is_multicast)):
+        raise UsageError(field, address, "names no host that others could dial: give it an address")
+    if not has_keys:
+        reason = "only loopback addresses are allowed without keys (key_file, peer_keys)"
+        raise UsageError(field, address, reason)
+    if ip is None and (binds or not HOST_NAME.fullmatch(host)):
+        wanted = "an IP address of this host" if binds else "an IP address or a host's name"
+        raise UsageError(field, address, f"{host!r} is not {wanted}")
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None for what is no IP address; an IPv6 one stands in brackets."""
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    try:
+        ip = ipaddress.ip_address(host[1:-1] if is_bracketed else host)
+    except ValueError:
+        return None
+    if is_bracketed != (ip.version == 6):
+        return None
+    return getattr(ip, "ipv4_mapped", None) or ip
 
 
 def _check_path(field: str, address: str) -> None:

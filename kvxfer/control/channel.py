@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import zmq
 
-from kvxfer.control.addresses import SocketFile, check_free, check_loopback
+from kvxfer.control.addresses import IPC, SocketFile, check_address, check_free, split_name
+from kvxfer.control.auth import DOMAIN, Door, Keys
 from kvxfer.control.messages import Message
 from kvxfer.control.wire import MAX_MESSAGE_BYTES, decode, encode
 from kvxfer.errors import ControlError, UsageError, WireError
@@ -32,33 +33,63 @@ class Letter:
     message: Message
 
 
+def check_dial(field: str, address: str, keys: Keys | None) -> tuple[str, bytes]:
+    """`address` without the name of a key, and the key that belongs there, b'' without `keys`.
+
+    Raises UsageError.
+    """
+    if keys is None:
+        plain, name = (address, "") if address.startswith(IPC) else split_name(address)
+        if name:
+            raise UsageError(field, address, f"names the key {name}, but there is no key_file")
+        check_address(field, address)
+        return address, b""
+    plain, name = split_name(address)
+    check_address(field, plain, has_keys=True)
+    return plain, keys.named(field, address, name)
+
+
 class Channel:
     """Binds at most one address, dials any number. One thread only.
 
-    Addresses are those that `check_loopback` takes; a Unix socket's file has mode 0600 and goes
+    Addresses are those that `check_address` takes; a Unix socket's file has mode 0600 and goes
     when the channel closes. A peer's key is 'in:<identity>' if it dialled us, 'out:<address>' if
-    we dialled it.
+    we dialled it. With `keys` every socket is encrypted, and nothing passes from or to anybody
+    whose key is not allowed, nor from one whose key was revoked; `address` then ends in '#NAME'
+    of our key, as those we dial do in that of theirs.
     """
 
-    def __init__(self, identity: str, listen: str | None = None) -> None:
+    def __init__(self, identity: str, listen: str | None = None, keys: Keys | None = None) -> None:
         if listen is not None:
-            check_loopback("listen", listen)
+            check_address("listen", listen, has_keys=keys is not None, binds=True)
             check_free("listen", listen)
+        self._keys = keys
         self._context = zmq.Context()
         self._identity = identity.encode()
         self._poller = zmq.Poller()
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._router: zmq.Socket[bytes] | None = None
         self._file: SocketFile | None = None
+        self._door: Door | None = None
+        self._server_keys: dict[str, bytes] = {}
         self.num_malformed = 0
+        self.num_revoked = 0
+        """Messages dropped since whose key they came with is allowed no longer."""
         self.address = ""
         """Where others reach us, with the port that was really bound."""
         if listen is not None:
             self._bind(listen)
 
     def _bind(self, listen: str) -> None:
-        router = self._socket(zmq.ROUTER)
+        if self._keys is not None:
+            self._door = Door(self._context, self._keys)
+            self._poller.register(self._door.socket, zmq.POLLIN)
+        router = self._socket(zmq.ROUTER, listen)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)  # refuses ZMTP 1.0 and 2.0, keys or not
+        if self._keys is not None:
+            self._keys.guard(router)
+        self._router = router
         try:
             router.bind(listen)
             self._file = SocketFile(listen)
@@ -68,10 +99,13 @@ class Channel:
         endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.address = endpoint.decode().rstrip("\0")
-        self._router = router
+        if self._keys is not None:
+            self.address += f"#{self._keys.name}"
 
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
+        if "[" in address and not address.startswith(IPC):
+            socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._poller.register(socket, zmq.POLLIN)
@@ -79,15 +113,18 @@ class Channel:
 
     def dial(self, address: str) -> str:
         """Connect (in the background, again and again) to `address`; returns the peer's key."""
-        check_loopback("address", address)
+        plain, server = check_dial("address", address, self._keys)
         key = f"out:{address}"
         if key in self._dealers:
             return key
-        dealer = self._socket(zmq.DEALER)
+        dealer = self._socket(zmq.DEALER, plain)
         dealer.setsockopt(zmq.IDENTITY, self._identity)
         dealer.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing for a peer that is not there
+        if self._keys is not None:
+            self._keys.introduce(dealer, server)
+            self._server_keys[key] = server
         try:
-            dealer.connect(address)
+            dealer.connect(plain)
         except zmq.ZMQError as error:
             raise UsageError("address", address, f"cannot connect: {error}") from error
         self._dealers[key] = dealer
@@ -99,6 +136,9 @@ class Channel:
 
     def send(self, peer: str, message: Message) -> None:
         """Queue a message. Raises ControlError when the peer is gone or takes nothing more."""
+        server = self._server_keys.get(peer)
+        if server is not None and self._keys is not None and not self._keys.allows(server):
+            raise ControlError(f"the key of {peer} was revoked")
         data = encode(message)
         try:
             if peer in self._dealers:
@@ -116,6 +156,10 @@ class Channel:
         """Wait for up to `timeout_s` and return what arrived; malformed input is dropped."""
         ready = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
         letters: list[Letter] = []
+        if self._keys is not None:
+            self._keys.refresh()
+        if self._door is not None and self._door.socket in ready:
+            self._door.answer()
         if self._router is not None and self._router in ready:
             self._drain(self._router, None, letters)
         for key, dealer in self._dealers.items():
@@ -126,9 +170,11 @@ class Channel:
     def _drain(self, socket: zmq.Socket[bytes], key: str | None, letters: list[Letter]) -> None:
         for _ in range(256):  # bounded, so that one busy peer cannot keep the loop here
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._receive(socket, key)
             except zmq.Again:
                 return
+            if not frames:
+                continue
             peer = key or f"in:{frames[0].hex()}"
             body = frames if key else frames[1:]
             try:
@@ -140,6 +186,27 @@ class Channel:
                 if self.num_malformed & (self.num_malformed - 1) == 0:  # 1st, 2nd, 4th, 8th, ...
                     logger.warning("dropped malformed message %d: %s", self.num_malformed, error)
 
+    def _receive(self, socket: zmq.Socket[bytes], key: str | None) -> list[bytes]:
+        """The frames of one message; [] for one whose sender's key was revoked."""
+        if self._keys is None:
+            return socket.recv_multipart(zmq.NOBLOCK)
+        frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        # Who dialled us has its key in each frame that came by the wire, as the last one did.
+        public = self._server_keys[key] if key else str(frames[-1].get("User-Id")).encode()
+        if self._keys.allows(public):
+            return [frame.bytes for frame in frames]
+        self.num_revoked += 1
+        return []
+
+    def counts(self) -> dict[str, int]:
+        """What was turned away, for Status."""
+        refused = 0 if self._door is None else self._door.num_refused
+        return {
+            "malformed_messages": self.num_malformed,
+            "revoked_messages": self.num_revoked,
+            "refused_connections": refused,
+        }
+
     def close(self) -> None:
         """Close all sockets; last words may take LINGER_MS. Idempotent."""
         if self._file is not None:
@@ -147,6 +214,8 @@ class Channel:
         for socket in (self._router, *self._dealers.values()):
             if socket is not None:
                 socket.close()
-        self._router = None
+        if self._door is not None:
+            self._door.close()
+        self._router = self._door = None
         self._dealers.clear()
         self._context.destroy(linger=LINGER_MS)

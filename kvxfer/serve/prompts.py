@@ -11,6 +11,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from kvxfer.control.auth import Keys
+from kvxfer.control.channel import check_dial
 from kvxfer.control.messages import Sampling
 from kvxfer.errors import DeadlineExceeded, KvxferError, UsageError
 from kvxfer.model.loader import ModelInfo, inspect_model
@@ -27,7 +29,11 @@ class RouterOptions:
     model: Path
     """The directory that the workers run; the router reads its tokenizer."""
     decode: str
-    """Address of the decode worker."""
+    """Address of the decode worker; with keys, ADDRESS#NAME of its key."""
+    key_file: Path | None = None
+    """Secret key of this router, NAME.key of `kvxfer keygen`."""
+    peer_keys: Path | None = None
+    """Directory with the NAME.pub of the workers."""
     prompt: Annotated[tuple[str, ...], Parameter(negative=())] = ()
     """A prompt; may be given several times (default: one a line from standard input)."""
     max_new_tokens: int = 48
@@ -47,9 +53,11 @@ class RouterOptions:
 def run_router(options: RouterOptions) -> int:
     """Send each prompt, print its answer as it comes. Raises KvxferError."""
     _check(options)
+    keys = Keys.load(options.key_file, options.peer_keys)
+    check_dial("decode", options.decode, keys)
     info = inspect_model(options.model)
     tokenizer = Tokenizer.load(options.model)
-    router = Router()
+    router = Router(keys=keys)
     try:
         backend = router.connect([options.decode], options.connect_timeout_s)[0]
         if backend.facts is not None and backend.facts.model != info.fingerprint:

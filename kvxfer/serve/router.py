@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvxfer.control.auth import Keys
 from kvxfer.control.cache_messages import CacheState, Defragment, Shrink, Sleep, WakeUp
 from kvxfer.control.channel import Channel, Letter
 from kvxfer.control.facts import WorkerFacts
@@ -30,6 +32,8 @@ from kvxfer.control.messages import (
     Welcome,
 )
 from kvxfer.errors import ControlError, DeadlineExceeded, HandshakeRejected, WorkerDied
+
+logger = logging.getLogger(__name__)
 
 HELLO_RETRY_S = 1.0
 HEARTBEAT_S = 0.5
@@ -70,14 +74,16 @@ class Completion:
 class Router:
     """Dials workers, sends prompts, collects tokens. One thread; `poll` makes it move."""
 
-    def __init__(self, peer_timeout_s: float = 5.0) -> None:
-        self._channel = Channel(f"router.{secrets.token_hex(8)}")
+    def __init__(self, peer_timeout_s: float = 5.0, keys: Keys | None = None) -> None:
+        self._channel = Channel(f"router.{secrets.token_hex(8)}", keys=keys)
         self._peer_timeout_s = peer_timeout_s
         self._backends: dict[str, Backend] = {}
         self._completions: dict[str, Completion] = {}
         self._statuses: dict[str, Status] = {}
         self._cache_states: dict[str, CacheState] = {}
         self._next_beat_s = 0.0
+        self.num_misplaced = 0
+        """Messages dropped that no router is sent."""
 
     def connect(self, addresses: Sequence[str], timeout_s: float) -> list[Backend]:
         """Dial workers and wait until each has said who it is. Raises DeadlineExceeded."""
@@ -183,14 +189,12 @@ class Router:
         match message:
             case Token(request_id=request_id, index=index, token=token):
                 completion = self._completions.get(request_id)
-                if completion is not None:
-                    if index != len(completion.output):
-                        raise ControlError(f"request {request_id}: token {index} out of order")
-                    completion.output.append(token)
-                    completion.first_token_s = completion.first_token_s or time.monotonic()
+                if completion is not None and completion.backend is backend:
+                    self._take(completion, index, token)
             case Finished(request_id=request_id):
-                completion = self._completions.pop(request_id, None)
-                if completion is not None:
+                completion = self._completions.get(request_id)
+                if completion is not None and completion.backend is backend:
+                    del self._completions[request_id]
                     completion.finished = message
             case Welcome(facts=facts):
                 backend.facts = facts
@@ -205,9 +209,21 @@ class Router:
             case Heartbeat() | RegionsUpdate() | RegionsAck():
                 pass
             case _:
-                raise ControlError(
-                    f"{type(message).__name__} from {letter.peer} is not for a router"
-                )
+                self.num_misplaced += 1
+                if self.num_misplaced & (self.num_misplaced - 1) == 0:  # 1st, 2nd, 4th, ...
+                    name = type(message).__name__
+                    logger.warning("dropped %s from %s: not for a router", name, letter.peer)
+
+    def _take(self, completion: Completion, index: int, token: int) -> None:
+        """The next token; any other ends the completion, as what it has would be no answer."""
+        request_id = completion.request_id
+        if index == len(completion.output):
+            completion.output.append(token)
+            completion.first_token_s = completion.first_token_s or time.monotonic()
+            return
+        del self._completions[request_id]
+        problem = f"request {request_id}: token {index} where {len(completion.output)} belongs"
+        completion.finished = Finished(request_id, "error", problem, 0, TransferStats(), [])
 
     def close(self) -> None:
         self._channel.close()

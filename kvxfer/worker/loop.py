@@ -75,6 +75,8 @@ class ControlLoop:
         self._check = check
         self._turned = turned
         self._stopping = False
+        self._num_misplaced = 0
+        self._num_wrong = 0
         self._handlers: dict[type, Handler] = {
             Hello: peers.on_hello,
             Welcome: peers.on_welcome,
@@ -118,6 +120,7 @@ class ControlLoop:
         handler = self._handlers.get(type(letter.message))
         name = type(letter.message).__name__
         if handler is None:
+            self._num_misplaced += 1
             logger.warning("dropped %s from %s: not for this worker", name, letter.peer)
             return
         try:
@@ -125,8 +128,14 @@ class ControlLoop:
         except (HandshakeRejected, WorkerDied):
             raise
         except KvxferError as error:
+            self._num_wrong += 1
             logger.warning("%s from %s: %s", name, letter.peer, error)
             self._peers.lose(letter.peer, f"it sent a wrong {name}: {error}")
 
     def _on_status_query(self, key: str, query: StatusQuery) -> None:
-        self._peers.send(key, Status(self._worker_id, self._role.status()))
+        turned_away = {
+            **self._channel.counts(),
+            "misplaced_messages": self._num_misplaced,
+            "wrong_messages": self._num_wrong,
+        }
+        self._peers.send(key, Status(self._worker_id, self._role.status() | turned_away))

@@ -151,7 +151,6 @@ class PeerTable:
         for old in list(self._peers.values()):
             if old.key != peer.key and old.facts and peer.facts and old.name == peer.name:
                 self.lose(old.key, "a new process of the same worker said Hello")
-                self._peers.pop(old.key, None)
                 self.on_fenced(peer.name)
 
     def _reject(self, key: str, error: KvxferError) -> None:

@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvxfer.config import WorkerOptions, check_device, resolve
-from kvxfer.control.addresses import check_loopback
-from kvxfer.control.channel import Channel
+from kvxfer.control.auth import Keys
+from kvxfer.control.channel import Channel, check_dial
 from kvxfer.errors import KvxferError, UsageError, WorkerDied
+from kvxfer.telemetry.log_rate import BoundedLog, one_line
 from kvxfer.transfer.connector import check_connectors
 from kvxfer.transfer.lanes import LANES
 from kvxfer.worker.layouts import asked_layout
@@ -74,6 +75,8 @@ def run_worker(role: str, options: WorkerOptions, dial: Sequence[str], make_role
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s {role} %(levelname)s %(message)s", force=True
     )
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(BoundedLog())
     announcer = Announcer(options.ready_fd)
     try:
         with handle_signals(_request_stop):
@@ -83,7 +86,7 @@ def run_worker(role: str, options: WorkerOptions, dial: Sequence[str], make_role
         code = 0
     except KvxferError as error:
         announcer.failed(str(error))
-        print(f"{role}: error: {error}", file=sys.stderr, flush=True)
+        print(f"{role}: error: {one_line(str(error))}", file=sys.stderr, flush=True)
         code = error.exit_code
     if threading.active_count() > 1:  # a thread that would not stop must not hold up the end
         logging.shutdown()
@@ -102,10 +105,11 @@ def _run(
         end_with_parent()
     options = resolve(options, role)
     _check_cheaply(options)
+    keys = Keys.load(options.key_file, options.peer_keys)
     for address in dial:
-        check_loopback("prefill", address)
+        check_dial("prefill", address, keys)
     incarnation = secrets.token_hex(8)
-    channel = Channel(f"{options.worker_id}.{incarnation}", options.listen)
+    channel = Channel(f"{options.worker_id}.{incarnation}", options.listen, keys)
     try:
         announcer.listening(channel.address, options.worker_id)
         announcer.step("importing torch and transformers")

@@ -11,7 +11,7 @@ import pytest
 import zmq
 from support.fixtures import num_open_files
 
-from kvxfer.control.addresses import LONGEST_PATH_BYTES, check_loopback
+from kvxfer.control.addresses import LONGEST_PATH_BYTES, check_address
 from kvxfer.control.channel import Channel
 from kvxfer.control.messages import Cancel, Goodbye, Heartbeat, Token
 from kvxfer.control.wire import encode
@@ -225,7 +225,7 @@ def test_what_is_not_loopback_is_refused(make, address):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
 def test_the_names_of_this_host_are_allowed(host):
-    check_loopback("listen", f"tcp://{host}:5000")
+    check_address("listen", f"tcp://{host}:5000")
 
 
 @pytest.mark.parametrize("port", ["65536", "99999999999", "\N{ARABIC-INDIC DIGIT THREE}"])

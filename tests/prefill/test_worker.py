@@ -19,6 +19,7 @@ from kvxfer.control.messages import (
     Taken,
     Welcome,
 )
+from kvxfer.errors import ControlError
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.digest import block_digests
 from kvxfer.transfer.lanes import Lane
@@ -260,3 +261,24 @@ def test_a_grant_in_memory_that_was_revoked_is_given_up(cluster):
     (failed,) = wire.of(Failed)
     assert "revoked memory that it had granted" in failed.reason
     assert wire.of(Done) == []
+
+
+@pytest.mark.parametrize("lane", ["push", "pull"])
+def test_a_last_word_that_cannot_be_sent_ends_the_request_once(cluster, lane):
+    """Telling decode loses it, and that gives up all of its jobs, this one too."""
+    prefill, wire = meet(cluster, lane)
+    send = prefill.channel.send
+
+    def cut(peer, message):
+        if isinstance(message, Done | Confirmed):
+            raise ControlError("the connection is gone")
+        send(peer, message)
+
+    prefill.channel.send = cut
+    name, grant = ask(wire)
+    if lane == "pull":
+        cluster.until(lambda: any(ready.final for ready in wire.of(Ready)))
+        wire.send(Taken(name, grant))
+    cluster.until(lambda: not prefill.peers.ready())
+    settled(cluster, prefill)
+    assert wire.of(Done) + wire.of(Confirmed) == []

@@ -15,6 +15,7 @@ from support.wire_peer import WirePeer
 from support.workers import Worker
 
 from kvxfer.cache.spec import KVCacheSpec
+from kvxfer.control.auth import Keys
 from kvxfer.control.messages import Finished
 from kvxfer.serve.router import Completion, Router
 
@@ -112,9 +113,9 @@ class Cluster:
         for worker in self.workers:
             worker.check_conserved()
 
-    def connect_router(self, decode: Worker) -> Router:
+    def connect_router(self, decode: Worker, keys: Keys | None = None) -> Router:
         """A router that knows `decode`; it is turned with the workers from then on."""
-        router = Router(peer_timeout_s=60.0)
+        router = Router(peer_timeout_s=60.0, keys=keys)
         thread = threading.Thread(target=lambda: router.connect([decode.address], DEADLINE_S))
         thread.start()
         while thread.is_alive():

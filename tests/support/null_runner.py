@@ -3,6 +3,7 @@ each next token from the KV that it reads back, so that wrong KV shows as wrong 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 
@@ -126,7 +127,10 @@ class NullRunner:
                     entry, slot = divmod(position, spec.block_size)
                     found = view[step.tables[group].at(entry), :, slot, :]
                     weight = position + 3 * layer + 17 * group + 1
-                    total += int(found.double().sum().item()) * weight
+                    seen = found.double().sum().item()
+                    if not math.isfinite(seen):  # as the model says of its logits
+                        raise ModelError(f"the KV of position {position} adds up to {seen}")
+                    total += int(seen) * weight
         return total % VOCAB_SIZE
 
 

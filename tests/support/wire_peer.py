@@ -8,6 +8,7 @@ from typing import Any
 from support.workers import Worker, make_engine, make_options
 
 from kvxfer.cache.kv_cache import KVCache
+from kvxfer.control.auth import Keys
 from kvxfer.control.cache_messages import RegionsRevoke, RegionsRevoked
 from kvxfer.control.channel import Channel
 from kvxfer.control.facts import RankFacts, WorkerFacts
@@ -28,7 +29,8 @@ class WirePeer:
         self.role = role
         self.options = make_options(role, **changes)
         self.incarnation = secrets.token_hex(4)
-        self.channel = Channel(f"{self.options.worker_id}.{self.incarnation}", listen)
+        keys = Keys.load(self.options.key_file, self.options.peer_keys)
+        self.channel = Channel(f"{self.options.worker_id}.{self.incarnation}", listen, keys)
         self.engine = make_engine(self.options, self.incarnation, **engine)
         self.key = ""
         self.acks = True

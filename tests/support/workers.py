@@ -22,6 +22,7 @@ from kvxfer.cache.pools import BlockPools
 from kvxfer.cache.sizing import WarmUp, account_as_given
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.config import WorkerOptions, resolve
+from kvxfer.control.auth import Keys
 from kvxfer.control.channel import Channel
 from kvxfer.memory.host import HostDriver
 from kvxfer.model.loader import ModelInfo
@@ -147,7 +148,8 @@ class Worker:
     ) -> None:
         self.options = make_options(role, **options)
         self.incarnation = secrets.token_hex(4)
-        self.channel = Channel(f"{self.options.worker_id}.{self.incarnation}", listen)
+        keys = Keys.load(self.options.key_file, self.options.peer_keys)
+        self.channel = Channel(f"{self.options.worker_id}.{self.incarnation}", listen, keys)
         if callable(engine):
             self.engine = engine(self.options, self.incarnation)
         else:
