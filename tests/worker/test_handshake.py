@@ -5,7 +5,7 @@ from support.peering import Events, answers, both_ready, dialled, idle_pair
 from support.workers import SPEC
 
 from kvxfer.cache.spec import KVCacheSpec
-from kvxfer.control.messages import WIRE_VERSION, Hello, RegionsUpdate
+from kvxfer.control.messages import WIRE_VERSION, Hello, RegionsAck, RegionsUpdate
 from kvxfer.errors import HandshakeRejected
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.regions import Region
