@@ -58,6 +58,7 @@ class PeerTable:
         """What is registered here."""
         self._incarnations = Incarnations()
         self._liveness = Liveness(channel, facts, options.peer_timeout_s)
+        self._transfer_timeout_s = options.transfer_timeout_s
         self._tests_lanes = options.lane_test
         self._exit_on_loss = options.on_peer_loss == "exit"
         self._peers: dict[str, Peer] = {}
@@ -297,11 +298,15 @@ class PeerTable:
             self._transfer.disconnect(key, lambda error: logger.warning("%s", error))
         if not key.startswith("out:"):
             del self._peers[key]
+            if peer.facts is not None and not left:  # should it live, it need not wait for silence
+                self.answer_stranger(key, HelloWanted())
         self.on_lost(peer, reason)
         if self._exit_on_loss and peer.facts is not None and not left:
             raise WorkerDied(f"peer {peer.name} is lost: {reason}")
 
     def tick(self) -> None:
+        for key in self._transfer.progress.stalled(self._transfer_timeout_s):
+            self.lose(key, f"no transfer made progress for {self._transfer_timeout_s:g} s")
         self._liveness.tick(self._peers.values(), self.where(), self.send, self.lose)
 
     def farewell(self, reason: str) -> None:

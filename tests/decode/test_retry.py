@@ -1,5 +1,5 @@
-"""A prompt whose prefill worker dies or fails is prefilled elsewhere, or fails with a reason: never a
-wrong token, never one twice, never a silent end."""
+"""A prompt whose prefill worker dies or fails is prefilled elsewhere, or fails with a reason: never
+a wrong token, never one twice, never a silent end."""
 
 import pytest
 from support.prefill_wire import FIRST, confirmed, done, first_token, granted, ready, settle_all
@@ -159,7 +159,7 @@ def two_wires(cluster, lane):
 
 @both_lanes
 def test_the_second_attempt_has_a_grant_and_blocks_of_its_own(cluster, lane):
-    sent, first, wire, second, decode = two_wires(cluster, lane)
+    sent, first, wire, second, _ = two_wires(cluster, lane)
     assert second.grant.grant_id != first.grant.grant_id
     assert second.request_id == first.request_id
     wire.send(first_token(second))
