@@ -7,6 +7,7 @@ import time
 from functools import partial
 
 from decode.admission import choose_prefill, why_not
+from decode.arrival import Arrival
 from decode.attempts import next_attempt, untried, why_nowhere
 from decode.decoding import Decoding
 from decode.lane_trials import LaneTrials
@@ -28,9 +29,7 @@ from kvxfer.control.resync_messages import GrantUnknown
 from kvxfer.control.session import Peer
 from kvxfer.errors import KvxferError
 from kvxfer.transfer.connector import Direction
-from kvxfer.transfer.digest import prompt_digests
 from kvxfer.worker.assembly import WorkerParts
-from kvxfer.worker.integrity import Integrity
 from kvxfer.worker.loop import Handler
 
 logger = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ class DecodeWorker:
         self._quarantine = Quarantine(parts, self._admit)
         self._receiver.on_failed = self._retry
         self._receiver.on_quiet = self._quarantine.end_if_quiet
-        self._integrity = Integrity(parts)
+        self._arrival = Arrival(parts, self._decoding.join, self._fail)
         self._lane_trials = LaneTrials(parts)
         self.handlers: dict[type, Handler] = {
             Generate: self._on_generate,
@@ -158,7 +157,7 @@ class DecodeWorker:
         request.writer_ended = True
         if self._take_first_token(request, word.first_token):
             self._receiver.filled(request)
-            self._arrived(request, word.digest)
+            self._arrival.check(request, word.digest)
 
     def _on_failed(self, key: str, failed: Failed) -> None:
         request = self._of(key, failed.request_id, failed.grant_id)
@@ -200,46 +199,8 @@ class DecodeWorker:
                 self._parts.growth.request_for(needed)
                 return
             request.blocks = pools.allocate(needed)
-            request.wants_digest = self._integrity.wants(request.request_id)
+            request.wants_digest = self._arrival.wants_digest(request.request_id)
             self._receiver.grant(request, peer)
-
-    def _arrived(self, request: DecodeRequest, digest: int | None) -> None:
-        """All of it is here; where a digest was asked for, it has to be that of what is here."""
-        if not request.wants_digest:
-            self._filled(request)
-            return
-
-        def compare(found: int) -> None:
-            if found == digest:
-                self._filled(request)
-            else:
-                self._fail(request, f"digest: KV of {found:#x} arrived, prefill had {digest}")
-
-        assert request.prefill is not None and request.prefill.facts is not None
-        theirs = request.prefill.facts.geometry.specs
-        self._integrity.compute(
-            request.prompt_blocks,
-            request.num_prompt_tokens,
-            theirs,
-            compare,
-            lambda error: self._fail(request, str(error)),
-        )
-
-    def _filled(self, request: DecodeRequest) -> None:
-        """Only now do the blocks count as filled: digests first, before decode writes to them."""
-        if not request.generate.verify or self._parts.engine.size > 1:
-            self._decoding.join(request)
-            return
-        cache = self._parts.engine.cache
-        self._parts.model.submit(
-            partial(prompt_digests, cache, request.tables, request.num_prompt_tokens),
-            partial(self._digested, request),
-            lambda error: self._fail(request, str(error)),
-        )
-
-    def _digested(self, request: DecodeRequest, digests: list[str]) -> None:
-        request.kv_digests = digests
-        self._decoding.join(request)
 
     def _retry(self, request: DecodeRequest, reason: str) -> None:
         """This attempt failed: begin another one elsewhere, or fail."""

@@ -6,6 +6,7 @@
 | COMPUTING    | what was cached is handed over; chunks of the rest are | last one → HANDING_OVER |
 |              | computed, and handed over as they finish               |                         |
 | HANDING_OVER | push: writes in flight; pull: reads under the lease    | proved complete → ENDED |
+|              |                                                        | all: given up → ENDING  |
 | ENDING       | given up; a chunk or writes of ours are not over yet   | they are over → ENDED   |
 | ENDED        | blocks are free; the other side was told               |                         |
 

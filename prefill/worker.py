@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -21,16 +20,15 @@ from kvxfer.control.messages import (
 )
 from kvxfer.control.resync_messages import GrantQuery, GrantUnknown
 from kvxfer.control.session import Peer
-from kvxfer.errors import KvxferError, TransferError, UsageError, WireError
+from kvxfer.errors import KvxferError, TransferError, WireError
 from kvxfer.model.runner import SequenceStep
-from kvxfer.model.sampling import SampleSpec
 from kvxfer.transfer.connector import Direction
-from kvxfer.transfer.sides import why_not_blocks
 from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.integrity import Integrity
 from kvxfer.worker.loop import Handler
 from prefill.lane_trials import LaneTrialServer
 from prefill.last_words import LastWords, Word
+from prefill.refusals import why_not
 from prefill.schedule import JobState, PrefillJob, PrefillScheduler
 from prefill.sender import Sender
 from prefill.streaming import LayerStreamer, Written
@@ -80,7 +78,8 @@ class PrefillWorker:
         job = PrefillJob(request, peer, time.monotonic() + request.grant.timeout_s)
         if job.key in self._jobs or self._repeats(key, request.grant.grant_id):
             return  # a grant is used once; they ask again since they may not have been heard
-        problem = self._problem(request, peer)
+        refusal = self._parts.residency.refusal
+        problem = refusal or why_not(request, peer, self._parts.engine)
         if problem:
             grant_id = request.grant.grant_id
             self._say(key, grant_id, Failed(request.request_id, grant_id, problem))
@@ -89,29 +88,6 @@ class PrefillWorker:
         self._parts.trace.event("requested", request=request.request_id)
         self._scheduler.add(job)
         self._pump()
-
-    def _problem(self, request: PrefillRequest, peer: Peer) -> str:
-        """Why a request cannot be served, or ''."""
-        engine = self._parts.engine
-        num_tokens = len(request.tokens)
-        assert peer.facts is not None
-        if self._parts.residency.refusal:
-            return self._parts.residency.refusal
-        if num_tokens < 1 or engine.why_too_long(num_tokens, 0):
-            return f"prompt of {num_tokens} tokens: this worker takes 1 to {engine.max_model_len}"
-        if not 0 <= min(request.tokens) <= max(request.tokens) < engine.info.vocab_size:
-            return f"prompt: a token is not in the vocabulary of {engine.info.vocab_size}"
-        wrong = why_not_blocks(peer.facts.geometry, request.grant.blocks, num_tokens)
-        if wrong:
-            return f"grant: {wrong}"
-        if not 0 < request.grant.timeout_s < math.inf:
-            return f"grant has a timeout of {request.grant.timeout_s} s"
-        sampling = request.sampling
-        try:
-            SampleSpec(sampling.temperature, sampling.top_p, sampling.seed)
-        except UsageError as error:
-            return str(error)
-        return ""
 
     def _say(self, key: str, grant_id: str, word: Word) -> None:
         """The end of a grant. Also to a peer that was lost meanwhile: should it live, blocks wait

@@ -219,9 +219,9 @@ class Residency:
     def _revoke(self, task: CacheTask, descriptions: list[bytes]) -> None:
         self._engine.pools.lower(task.limits)
         self._growth.withdraw(task.regions, descriptions)
-        self._ack_deadline_s = time.monotonic() + ACK_TIMEOUT_S
+        now = time.monotonic()
+        self._ack_deadline_s, self._repeat_at_s = now + ACK_TIMEOUT_S, now + REPEAT_S
         self._revocation = RegionsRevoke(self.epoch, list(task.regions), descriptions)
-        self._repeat_at_s = time.monotonic() + REPEAT_S
         self._peers.exchange.revoke(self._revocation)
 
     def _on_revoked(self, key: str, revoked: RegionsRevoked) -> None:
