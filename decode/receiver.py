@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from decode.schedule import DecodeRequest, RequestState
 from kvxfer.cache.footprint import travelling
 from kvxfer.cache.kv_cache import KVCache
 from kvxfer.cache.pools import reaches
-from kvxfer.control.messages import Confirmed, Done, Grant, PrefillRequest, Ready, Taken
+from kvxfer.control.messages import (
+    Done,
+    Grant,
+    PrefillRequest,
+    Ready,
+    Taken,
+)
+from kvxfer.control.resync_messages import GrantQuery
 from kvxfer.control.session import Peer
 from kvxfer.errors import WireError
 from kvxfer.telemetry.trace import Trace
@@ -23,6 +32,34 @@ from kvxfer.worker.stats import add_movement
 from kvxfer.worker.transfer_thread import Movement, TransferThread
 
 logger = logging.getLogger(__name__)
+
+
+GAP_PAUSE_S = 0.05
+"""What was skipped may be on its way; then it is asked for."""
+
+
+class Place(enum.Enum):
+    """Of an offer among those that came: it continues them, is one of them, or skips some, which
+    would never arrive."""
+
+    NEXT = enum.auto()
+    BEFORE = enum.auto()
+    LATER = enum.auto()
+
+
+def place_of(request: DecodeRequest, ready: Ready, layers: Sequence[range]) -> Place:
+    before = request.layers_read or [0] * len(request.specs)
+    started = any(before)
+    is_here = ready.start == request.tokens_read
+    is_stretch = is_here and (not started or ready.stop == request.stretch_end)
+    pairs = list(zip(layers, before, strict=True))
+    if ready.stop <= request.tokens_read or (
+        started and is_stretch and all(one.stop <= at for one, at in pairs)
+    ):
+        return Place.BEFORE
+    if is_stretch and all(one.start == at for one, at in pairs):
+        return Place.NEXT
+    return Place.LATER
 
 
 class Receiver:
@@ -46,12 +83,20 @@ class Receiver:
         self.on_quiet: Callable[[DecodeRequest], None] = lambda request: None
         """A read of ours ended on a request that is ABORTING."""
 
-    def grant(self, request: DecodeRequest, peer: Peer, timeout_s: float) -> None:
+    def grant(self, request: DecodeRequest, peer: Peer) -> None:
         """Ask `peer` to prefill into the request's blocks: a right that is used once."""
-        generate = request.generate
         request.prefill, request.lane = peer, peer.lane
+        request.prefill_name = peer.name
         request.grant_id = secrets.token_hex(8)
         request.state = RequestState.GRANTED
+        self.ask_for(request)
+
+    def ask_for(self, request: DecodeRequest) -> None:
+        """Say what is granted, as often as it takes: the grant is used once."""
+        peer, generate, now_s = request.prefill, request.generate, time.monotonic()
+        assert peer is not None
+        request.asked(now_s)
+        timeout_s = max(0.001, request.deadline_s - now_s)
         grant = Grant(request.grant_id, request.prompt_blocks, timeout_s)
         self._peers.send(
             peer.key,
@@ -64,11 +109,30 @@ class Receiver:
             ),
         )
 
+    def ask_again(self, request: DecodeRequest) -> None:
+        """Nothing was heard for a while: one of us may have spoken in vain."""
+        assert request.prefill is not None
+        request.asked(time.monotonic())
+        ids = request.request_id, request.grant_id
+        if request.offer_is_final and request.reads_in_flight == 0:
+            self._peers.send(request.prefill.key, Taken(*ids))
+            return
+        query = GrantQuery(
+            *ids, request.tokens_read, list(request.layers_read), request.stretch_end
+        )
+        self._peers.send(request.prefill.key, query)
+
     def read(self, request: DecodeRequest, ready: Ready) -> None:
-        """Pull what prefill offers. Raises WireError, PlanError, RegionError."""
+        """Pull what prefill offers. What was offered before is not read again, and of what comes
+        after something that did not, nothing is. Raises WireError, PlanError, RegionError."""
         peer = request.prefill
         assert peer is not None
-        layers = self._next_layers(request, ready)
+        layers = self._checked_layers(request, ready)
+        place = place_of(request, ready, layers)
+        if place is not Place.NEXT:
+            if place is Place.LATER:
+                request.ask_at_s = min(request.ask_at_s, time.monotonic() + GAP_PAUSE_S)
+            return
         computed = range(ready.start, ready.stop)
         leased, planned = ready.lease.blocks, (request.planned_tokens, request.lease_blocks)
         if request.plans is None or planned != (computed, leased):
@@ -106,19 +170,16 @@ class Receiver:
         moved = travelling(geometry.specs, num_prompt, tokens, theirs.specs)
         return RankPlans(source, target, num_prompt, moved)
 
-    def _next_layers(self, request: DecodeRequest, ready: Ready) -> list[range]:
-        """The layers offered, if they and their tokens follow what was offered before; else
-        WireError. What is skipped would never arrive."""
-        before = request.layers_read or [0] * len(request.specs)
-        in_order = ready.start == request.tokens_read < ready.stop <= request.num_prompt_tokens
-        same_stretch = ready.stop == request.stretch_end or not any(before)
+    def _checked_layers(self, request: DecodeRequest, ready: Ready) -> list[range]:
+        """The layers offered. Raises WireError for what no prompt of this length has."""
         layers = [range(first, end) for first, end in ready.layers]
         whole = [spec.num_layers for spec in request.specs]
-        fits = [one.start for one in layers] == before and all(
-            one.start <= one.stop <= end for one, end in zip(layers, whole, strict=True)
+        fits = len(layers) == len(whole) and all(
+            0 <= one.start <= one.stop <= end for one, end in zip(layers, whole, strict=True)
         )
-        if not (in_order and same_stretch and fits and any(layers)) or request.offer_is_final:
-            raise WireError(f"request {request.request_id}: Ready does not follow what came before")
+        in_prompt = 0 <= ready.start < ready.stop <= request.num_prompt_tokens
+        if not (in_prompt and fits and any(layers)):
+            raise WireError(f"request {request.request_id}: Ready is of no part of the prompt")
         is_last = [one.stop for one in layers] == whole and ready.stop == request.num_prompt_tokens
         if ready.final and not is_last:
             raise WireError(f"request {request.request_id}: Ready is final before all was offered")
@@ -137,7 +198,7 @@ class Receiver:
             self.on_failed(request, f"pull failed: {movement.error}")
         elif request.offer_is_final and request.reads_in_flight == 0:
             assert request.prefill is not None
-            self._peers.send(request.prefill.key, Taken(request.request_id, request.grant_id))
+            self.ask_again(request)
 
     def revoked(self, requests: Iterable[DecodeRequest], peer: Peer, lowest: Sequence[int]) -> None:
         """`peer` takes its blocks from `lowest` on back, group by group: reads of them prove
@@ -147,35 +208,25 @@ class Receiver:
             if is_read and request.lease_blocks and reaches(request.lease_blocks, lowest):
                 self.on_failed(request, f"{peer.name} revoked memory that it had leased")
 
-    def prove_pulled(self, request: DecodeRequest, confirmed: Confirmed) -> None:
-        """Raises WireError unless everything was read under the lease that is confirmed, and the
-        first token is there."""
-        complete = (
-            request.offer_is_final
-            and request.reads_in_flight == 0
-            and request.tokens_read == request.num_prompt_tokens
-            and request.output
-        )
-        if not complete:
+    def prove_pulled(self, request: DecodeRequest) -> None:
+        """Raises WireError unless everything was read under the lease that is confirmed."""
+        is_read = request.offer_is_final and request.reads_in_flight == 0
+        if not is_read or request.tokens_read != request.num_prompt_tokens:
             raise WireError(f"request {request.request_id}: Confirmed before all was read")
-        self._filled(request)
 
     def prove_pushed(self, request: DecodeRequest, done: Done) -> None:
-        """Raises WireError unless the grant was used for all tokens of all layers, in all ranks,
-        and the first token is there."""
+        """Raises WireError unless the grant was used for all tokens of all layers, in all ranks."""
         covered = (done.grant_id, done.num_tokens, done.num_layers, done.num_ranks)
         layers = self._cache.geometry.num_layers
         expected = (request.grant_id, request.num_prompt_tokens, layers, self._size)
-        if not request.output:
-            raise WireError(f"request {request.request_id}: Done before the first token")
         if covered != expected:
             raise WireError(
                 f"request {request.request_id}: Done covers {covered}, expected {expected}"
             )
         request.stats = done.transfer
-        self._filled(request)
 
-    def _filled(self, request: DecodeRequest) -> None:
+    def filled(self, request: DecodeRequest) -> None:
+        """Its hand-over was proved, and the first token is known."""
         request.state = RequestState.FILLED
         stats = request.stats
         lane = str(request.lane)

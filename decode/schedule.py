@@ -1,16 +1,32 @@
 """What a decode worker computes next: one token for every sequence that runs.
 
-| state    | what happens                                    | leaves by |
-| ---      | ---                                             | --- |
+| request  | what happens                                    | leaves by                      |
+| ---      | ---                                             | ---                            |
 | WAITING  | queued; holds no blocks                         | blocks, and a prefill → GRANTED |
-| GRANTED  | prefill computes and writes, or we read         | complete and proved → FILLED |
-| FILLED   | the prompt's KV is ours; digests if asked for   | → RUNNING |
-| RUNNING  | decodes in the batch                            | stop, length, cancel → ENDED |
-| ABORTING | router told; blocks quarantined while the other | Aborted, Failed or fenced, and |
-|          | side, or a read of ours, may still write        | our reads over → ENDED |
-| ENDED    | blocks are free; the router was told once       | |
+| GRANTED  | prefill computes and writes, or we read         | complete and proved → FILLED;  |
+|          |                                                 | failed → ABORTING, and perhaps |
+|          |                                                 | another attempt, WAITING       |
+| FILLED   | the prompt's KV is ours; digests if asked for   | → RUNNING                      |
+| RUNNING  | decodes in the batch                            | stop, length, cancel → ENDED   |
+| ABORTING | blocks quarantined while the other side, or a   | Aborted, Failed or fenced, and |
+|          | read of ours, may still write                   | our reads over → ENDED         |
+| ENDED    | blocks are free                                 |                                |
 
-WAITING and GRANTED have the request's deadline; RUNNING ends after max_new_tokens.
+WAITING and GRANTED have the request's deadline; FILLED and RUNNING end with the model's steps, at
+most max_new_tokens of them. ABORTING has no deadline, on purpose: blocks that may still be written
+to are used for nothing else (`decode.quarantine`). The terminal message to the router is Finished,
+once a request: when its last attempt leaves GRANTED for ABORTING, or when it is ENDED.
+
+A grant, as decode sees it, and a lease, its other side where we pull:
+
+| grant  | lease    | means                                     | what is said, and again         |
+| ---    | ---      | ---                                       | ---                             |
+| given  | awaited  | nothing of it is here, or a part of it    | PrefillRequest; after a while   |
+|        |          |                                           | GrantQuery, later and later     |
+| given  | read     | pull: all was offered, and has been read  | Taken, again as GrantQuery      |
+| used   | over     | Done or Confirmed proved: FILLED and on   | nothing: repeats change nothing |
+| revoked| broken   | ABORTING                                  | Abort, until it is answered     |
+| over   | over     | the writer said so, or is fenced          |                                 |
 """
 
 from __future__ import annotations
@@ -30,6 +46,10 @@ from kvxfer.model.sampling import SampleSpec
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.lanes import Lane
 from kvxfer.transfer.rank_plans import RankPlans
+
+ASK_PAUSE_S = 1.0
+ASK_PAUSE_MAX_S = 8.0
+"""Silence about a grant after which decode asks; it doubles up to the maximum."""
 
 
 class RequestState(enum.Enum):
@@ -56,6 +76,8 @@ class DecodeRequest:
     prefill: Peer | None = None
     lane: Lane | None = None
     """By which its KV arrives: the last piece did; its direction stays to the end."""
+    prefill_name: str = ""
+    """That worker's id when it got the grant."""
     grant_id: str = ""
     reads_in_flight: int = 0
     tokens_read: int = 0
@@ -70,6 +92,15 @@ class DecodeRequest:
     """Pull: of `planned_tokens` and those blocks, all layers, of which some come at a time."""
     planned_tokens: range = range(0)
     offer_is_final: bool = False
+    attempt: int = 1
+    """Counts the prefill workers that it was given to."""
+    tried: frozenset[str] = frozenset()
+    """Keys of those that it was given to before."""
+    has_first_token: bool = False
+    """This attempt's prefill told it; `output` may have it from an earlier one."""
+    ask_at_s: float = 0.0
+    """When to ask again, if nothing is heard of the grant by then."""
+    ask_pause_s: float = 0.0
     writer_ended: bool = False
     """Prefill said, or was fenced so, that it writes nothing more for this request."""
     wants_digest: bool = False
@@ -115,12 +146,37 @@ class DecodeRequest:
 
     def check_first_token(self, token: int, vocab_size: int) -> None:
         """Raises WireError for a token that prefill cannot mean."""
-        if self.state is not RequestState.GRANTED or self.output:
-            raise WireError(f"request {self.request_id}: FirstToken in state {self.state.name}")
         if not 0 <= token < vocab_size:
             raise WireError(
                 f"request {self.request_id}: token {token} of a vocabulary of {vocab_size}"
             )
+        if self.has_first_token and token != self.output[0]:
+            raise WireError(
+                f"request {self.request_id}: first token {token}, which was {self.output[0]}"
+            )
+
+    def asked(self, now_s: float) -> None:
+        """Something was asked: wait for an answer, longer each time."""
+        self.ask_pause_s = min(ASK_PAUSE_MAX_S, 2 * self.ask_pause_s or ASK_PAUSE_S)
+        self.ask_at_s = now_s + self.ask_pause_s
+
+    def heard(self, now_s: float) -> None:
+        """There was word of the grant."""
+        self.ask_pause_s = ASK_PAUSE_S
+        self.ask_at_s = now_s + ASK_PAUSE_S
+
+    def again(self) -> DecodeRequest:
+        """For another prefill worker: nothing of this attempt but what the router was told."""
+        assert self.prefill is not None
+        return DecodeRequest(
+            self.generate,
+            self.router,
+            self.deadline_s,
+            specs=self.specs,
+            attempt=self.attempt + 1,
+            tried=self.tried | {self.prefill.key},
+            output=list(self.output),
+        )
 
     def why_hopeless(self, now_s: float, refusal: str) -> str:
         """Why to give it up now, or ''; `refusal` is why no prompt is taken at present."""
@@ -138,6 +194,7 @@ class DecodeRequest:
             sum(map(len, self.blocks)),
             self.stats,
             self.kv_digests,
+            len(self.output),
         )
 
     def next_step(self) -> SequenceStep:

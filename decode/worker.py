@@ -7,13 +7,15 @@ import time
 from functools import partial
 
 from decode.admission import choose_prefill, why_not
+from decode.arrival import Arrival
+from decode.attempts import next_attempt, untried, why_nowhere
 from decode.decoding import Decoding
 from decode.lane_trials import LaneTrials
+from decode.quarantine import Quarantine
 from decode.receiver import Receiver
 from decode.schedule import DecodeRequest, RequestState
 from kvxfer.cache.footprint import blocks_needed
 from kvxfer.control.messages import (
-    Abort,
     Aborted,
     Cancel,
     Confirmed,
@@ -23,12 +25,11 @@ from kvxfer.control.messages import (
     Generate,
     Ready,
 )
+from kvxfer.control.resync_messages import GrantUnknown
 from kvxfer.control.session import Peer
 from kvxfer.errors import KvxferError
 from kvxfer.transfer.connector import Direction
-from kvxfer.transfer.digest import prompt_digests
 from kvxfer.worker.assembly import WorkerParts
-from kvxfer.worker.integrity import Integrity
 from kvxfer.worker.loop import Handler
 
 logger = logging.getLogger(__name__)
@@ -45,9 +46,10 @@ class DecodeWorker:
         self._receiver = Receiver(
             engine.cache, parts.transfer, parts.peers, lambda: parts.growth.regions, parts.trace
         )
-        self._receiver.on_failed = self._fail
-        self._receiver.on_quiet = self._end_if_quiet
-        self._integrity = Integrity(parts)
+        self._quarantine = Quarantine(parts, self._admit)
+        self._receiver.on_failed = self._retry
+        self._receiver.on_quiet = self._quarantine.end_if_quiet
+        self._arrival = Arrival(parts, self._decoding.join, self._fail)
         self._lane_trials = LaneTrials(parts)
         self.handlers: dict[type, Handler] = {
             Generate: self._on_generate,
@@ -58,6 +60,7 @@ class DecodeWorker:
             Done: self._on_done,
             Failed: self._on_failed,
             Aborted: self._on_aborted,
+            GrantUnknown: self._on_grant_unknown,
             **self._lane_trials.handlers,
         }
         parts.peers.on_met = self._lane_trials.begin
@@ -94,60 +97,89 @@ class DecodeWorker:
 
     def _of(self, key: str, request_id: str, grant_id: str) -> DecodeRequest | None:
         """The request that gave this grant to this peer; None once it is over."""
-        request = self._requests.get(request_id)
+        request = self._quarantine.get(grant_id) or self._requests.get(request_id)
         if request is None or request.prefill is None or request.prefill.key != key:
             return None
-        return request if request.grant_id == grant_id else None
+        if (request.request_id, request.grant_id) != (request_id, grant_id):
+            return None
+        request.heard(time.monotonic())
+        return request
 
     def _on_ready(self, key: str, ready: Ready) -> None:
         request = self._of(key, ready.request_id, ready.lease.lease_id)
-        if request is None or request.state is RequestState.ABORTING:
-            return  # given up meanwhile; prefill is about to learn of it
+        if request is None or request.state is not RequestState.GRANTED:
+            return  # given up meanwhile, and prefill is about to learn of it, or all was read
         request.check_granted(Direction.PULL)
         try:
             self._receiver.read(request, ready)
         except KvxferError as error:
-            self._fail(request, str(error))
+            self._retry(request, str(error))
 
     def _on_first_token(self, key: str, told: FirstToken) -> None:
         request = self._of(key, told.request_id, told.grant_id)
-        if request is None or request.state is RequestState.ABORTING:
-            return
-        request.check_first_token(told.token, self._parts.engine.info.vocab_size)
-        self._decoding.tell(request, told.token)
+        if request is not None and request.state is not RequestState.ABORTING:
+            self._take_first_token(request, told.token)
+
+    def _take_first_token(self, request: DecodeRequest, token: int) -> bool:
+        """Pass it on, once. An attempt that begins otherwise than what the router was told ends
+        the request: False then. Raises WireError for a token that cannot be."""
+        request.check_first_token(token, self._parts.engine.info.vocab_size)
+        if request.output and token != request.output[0]:
+            told = f"token {request.output[0]} was sent, {request.prefill_name} begins with {token}"
+            self._fail(request, told)
+            return False
+        request.has_first_token = True
+        if not request.output:
+            self._decoding.tell(request, token)
+        return True
 
     def _on_confirmed(self, key: str, confirmed: Confirmed) -> None:
         request = self._of(key, confirmed.request_id, confirmed.lease_id)
-        if request is None or request.state is RequestState.ABORTING:
-            return self._writer_over(request)
-        request.check_granted(Direction.PULL)
-        self._receiver.prove_pulled(request, confirmed)
-        return self._arrived(request, confirmed.digest)
+        self._on_word(request, confirmed, Direction.PULL)
 
     def _on_done(self, key: str, done: Done) -> None:
-        request = self._of(key, done.request_id, done.grant_id)
-        if request is None or request.state is RequestState.ABORTING:
-            return self._writer_over(request)
-        request.check_granted(Direction.PUSH)
-        self._receiver.prove_pushed(request, done)
-        return self._arrived(request, done.digest)
+        self._on_word(self._of(key, done.request_id, done.grant_id), done, Direction.PUSH)
+
+    def _on_word(
+        self, request: DecodeRequest | None, word: Done | Confirmed, direction: Direction
+    ) -> None:
+        """All of it is here, says prefill: repeats change nothing."""
+        if request is None or request.state in (RequestState.FILLED, RequestState.RUNNING):
+            return
+        if request.state is RequestState.ABORTING:
+            self._quarantine.writer_over(request)
+            return
+        request.check_granted(direction)
+        if isinstance(word, Done):
+            self._receiver.prove_pushed(request, word)
+        else:
+            self._receiver.prove_pulled(request)
+        request.writer_ended = True
+        if self._take_first_token(request, word.first_token):
+            self._receiver.filled(request)
+            self._arrival.check(request, word.digest)
 
     def _on_failed(self, key: str, failed: Failed) -> None:
         request = self._of(key, failed.request_id, failed.grant_id)
-        if request is not None and request.state in (RequestState.GRANTED, RequestState.ABORTING):
-            request.writer_ended = True
-            self._fail(request, f"prefill: {failed.reason}")
+        self._writer_gave_up(request, f"prefill: {failed.reason}")
 
     def _on_aborted(self, key: str, aborted: Aborted) -> None:
         request = self._of(key, aborted.request_id, aborted.grant_id)
-        self._writer_over(request)
-        if request is not None and request.state is RequestState.GRANTED:
-            self._fail(request, "prefill gave it up unasked")
+        self._writer_gave_up(request, "prefill gave it up unasked")
 
-    def _writer_over(self, request: DecodeRequest | None) -> None:
-        if request is not None:
+    def _writer_gave_up(self, request: DecodeRequest | None, reason: str) -> None:
+        if request is None:
+            return
+        if request.state is RequestState.ABORTING:
+            self._quarantine.writer_over(request)
+        elif request.state is RequestState.GRANTED:
             request.writer_ended = True
-            self._end_if_quiet(request)
+            self._retry(request, reason)
+
+    def _on_grant_unknown(self, key: str, unknown: GrantUnknown) -> None:
+        request = self._of(key, unknown.request_id, unknown.grant_id)
+        if request is not None and request.state is RequestState.GRANTED:
+            self._receiver.ask_for(request)
 
     # --- life cycle ---------------------------------------------------------------------------
 
@@ -157,7 +189,8 @@ class DecodeWorker:
         for request in list(self._requests.values()):
             if request.state is not RequestState.WAITING:
                 continue
-            peer = choose_prefill(request, self._parts.peers.ready(), self._requests.values())
+            ready = untried(request, self._parts.peers.ready())
+            peer = choose_prefill(request, ready, self._requests.values())
             if peer is None:
                 continue  # its prefill is not there: it holds up nobody
             lengths = request.num_prompt_tokens, request.generate.max_new_tokens
@@ -166,81 +199,33 @@ class DecodeWorker:
                 self._parts.growth.request_for(needed)
                 return
             request.blocks = pools.allocate(needed)
-            request.wants_digest = self._integrity.wants(request.request_id)
-            self._receiver.grant(request, peer, self._parts.options.request_timeout_s)
+            request.wants_digest = self._arrival.wants_digest(request.request_id)
+            self._receiver.grant(request, peer)
 
-    def _arrived(self, request: DecodeRequest, digest: int | None) -> None:
-        """All of it is here; where a digest was asked for, it has to be that of what is here."""
-        if not request.wants_digest:
-            self._filled(request)
+    def _retry(self, request: DecodeRequest, reason: str) -> None:
+        """This attempt failed: begin another one elsewhere, or fail."""
+        ready = self._parts.peers.ready()
+        again = next_attempt(request, ready, self._requests.values())
+        if again is None:
+            self._fail(request, reason)
             return
-
-        def compare(found: int) -> None:
-            if found == digest:
-                self._filled(request)
-            else:
-                self._fail(request, f"digest: KV of {found:#x} arrived, prefill had {digest}")
-
-        assert request.prefill is not None and request.prefill.facts is not None
-        theirs = request.prefill.facts.geometry.specs
-        self._integrity.compute(
-            request.prompt_blocks,
-            request.num_prompt_tokens,
-            theirs,
-            compare,
-            lambda error: self._fail(request, str(error)),
-        )
-
-    def _filled(self, request: DecodeRequest) -> None:
-        """Only now do the blocks count as filled: digests first, before decode writes to them."""
-        if not request.generate.verify or self._parts.engine.size > 1:
-            self._decoding.join(request)
-            return
-        cache = self._parts.engine.cache
-        self._parts.model.submit(
-            partial(prompt_digests, cache, request.tables, request.num_prompt_tokens),
-            partial(self._digested, request),
-            lambda error: self._fail(request, str(error)),
-        )
-
-    def _digested(self, request: DecodeRequest, digests: list[str]) -> None:
-        request.kv_digests = digests
-        self._decoding.join(request)
+        logger.warning("request %s: attempt %d: %s", again.request_id, request.attempt, reason)
+        self._parts.trace.event("retried", request=again.request_id, reason=reason)
+        self._requests[again.request_id] = again
+        self._quarantine.add(request, reason)
+        self._admit()
 
     def _fail(self, request: DecodeRequest, reason: str) -> None:
         self._give_up(request, "error", reason)
 
     def _give_up(self, request: DecodeRequest, reason: str, error: str) -> None:
         """End a request that is not decoding yet; its blocks may have to wait in quarantine."""
-        if request.state is RequestState.GRANTED and request.prefill is not None:
-            request.state = RequestState.ABORTING
-            self._parts.engine.pools.quarantine(request.blocks)
-            self._finish(request, reason, error)
-            if request.direction is Direction.PUSH and not request.writer_ended:
-                self._abort(request, error or reason)
-            self._end_if_quiet(request)  # a pull says Abort once its own reads have ended
-        elif request.state is RequestState.ABORTING:
-            self._end_if_quiet(request)
-        elif request.state is not RequestState.ENDED:
-            self._end(request, reason, error)
-
-    def _abort(self, request: DecodeRequest, reason: str) -> None:
-        assert request.prefill is not None
-        abort = Abort(request.request_id, request.grant_id, reason)
-        self._parts.peers.send(request.prefill.key, abort)
-
-    def _end_if_quiet(self, request: DecodeRequest) -> None:
-        """An aborted request's blocks are free once nobody can write to them any more."""
-        if request.state is not RequestState.ABORTING or request.reads_in_flight:
-            return
-        pulls = request.direction is Direction.PULL
-        if not request.writer_ended and pulls:
-            self._abort(request, "given up")
-        if request.writer_ended or pulls:
-            request.state = RequestState.ENDED
-            self._parts.engine.pools.release_quarantined(request.blocks)
+        if request.state is RequestState.GRANTED:
             del self._requests[request.request_id]
-            self._admit()
+            self._finish(request, reason, error)
+            self._quarantine.add(request, error or reason)
+        elif request.state not in (RequestState.ABORTING, RequestState.ENDED):
+            self._end(request, reason, error)
 
     def _end(self, request: DecodeRequest, reason: str, error: str) -> None:
         if request.blocks:
@@ -256,10 +241,7 @@ class DecodeWorker:
         self._parts.peers.send(request.router, request.finished(reason, error))
 
     def _on_peer_ready(self, peer: Peer) -> None:
-        """Ask again for the end of what was given up while there was no connection."""
-        for request in self._requests.values():
-            if request.state is RequestState.ABORTING and request.prefill is peer:
-                self._abort(request, "given up")
+        self._quarantine.peer_ready(peer)
         self._admit()
 
     def _on_peer_lost(self, peer: Peer, reason: str) -> None:
@@ -267,24 +249,30 @@ class DecodeWorker:
         for request in list(self._requests.values()):
             if request.router == peer.key:
                 request.is_cancelled = True
-            given_up = request.state in (RequestState.WAITING, RequestState.GRANTED)
-            if given_up and (request.prefill is peer or request.is_cancelled):
-                self._fail(request, f"peer {peer.name} is lost: {reason}")
+            begun = request.state in (RequestState.WAITING, RequestState.GRANTED)
+            lost = f"peer {peer.name} is lost: {reason}"
+            if begun and request.is_cancelled:
+                self._fail(request, lost)
+            elif begun and request.prefill is peer:
+                self._retry(request, lost)
 
     def _on_fenced(self, worker_id: str) -> None:
         self._lane_trials.fenced(worker_id)
-        for request in list(self._requests.values()):
-            if request.prefill is not None and request.prefill.name == worker_id:
-                self._writer_over(request)
+        self._quarantine.fenced(worker_id)
 
     def tick(self) -> None:
         now, refusal = time.monotonic(), self._parts.residency.refusal
+        ready = self._parts.peers.ready()
         for request in list(self._requests.values()):
-            hopeless = request.why_hopeless(now, refusal)
+            hopeless = request.why_hopeless(now, refusal) or why_nowhere(request, ready)
             if hopeless:
                 self._fail(request, hopeless)
+            elif request.state is RequestState.GRANTED and now >= request.ask_at_s:
+                self._receiver.ask_again(request)
+        self._quarantine.tick(now)
         self._lane_trials.tick()
-        self._parts.set_busy(bool(self._requests) or self._lane_trials.is_active)
+        busy = self._requests or self._quarantine or self._lane_trials.is_active
+        self._parts.set_busy(bool(busy))
 
     def status(self) -> dict[str, int | float | str]:
-        return {**self._parts.status(), "requests": len(self._requests)}
+        return {**self._parts.status(), "requests": len(self._requests) + len(self._quarantine)}

@@ -110,6 +110,8 @@ class WorkerOptions:
     """Deadline of a hand-over, of a grant and of a lease."""
     peer_timeout_s: float = 5.0
     """Silence after which a peer counts as lost."""
+    transfer_timeout_s: float = 30.0
+    """A peer with transfers under way, of which none has ended for so long, counts as lost."""
     on_peer_loss: PeerLoss = "wait"
     """wait for it to come back, or exit with code 1."""
     trace: Path | None = None
@@ -126,7 +128,7 @@ def resolve(options: WorkerOptions, role: str) -> WorkerOptions:
     for name, least in [*((n, 1) for n in positive), *((n, 0) for n in natural)]:
         if getattr(options, name) < least:
             raise UsageError(name, getattr(options, name), f"must be at least {least}")
-    for name in ("request_timeout_s", "peer_timeout_s"):
+    for name in ("request_timeout_s", "peer_timeout_s", "transfer_timeout_s"):
         if not 0 < getattr(options, name) < math.inf:
             raise UsageError(name, getattr(options, name), "must be more than 0 and finite")
     for name in ("kv_low_watermark", "kv_high_watermark"):

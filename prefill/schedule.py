@@ -1,15 +1,30 @@
 """What a prefill worker computes next: jobs in order of arrival, each in chunks.
 
-| state        | what happens                                           | leaves by |
-| ---          | ---                                                    | --- |
+| state        | what happens                                           | leaves by               |
+| ---          | ---                                                    | ---                     |
 | WAITING      | queued; holds no blocks                                | blocks free → COMPUTING |
 | COMPUTING    | what was cached is handed over; chunks of the rest are | last one → HANDING_OVER |
-|              | computed, and handed over as they finish               |         |
+|              | computed, and handed over as they finish               |                         |
 | HANDING_OVER | push: writes in flight; pull: reads under the lease    | proved complete → ENDED |
-| ENDING       | given up; a chunk or writes of ours are not over yet   | they are over → ENDED |
-| ENDED        | blocks are free; the other side was told               | |
+|              |                                                        | all: given up → ENDING  |
+| ENDING       | given up; a chunk or writes of ours are not over yet   | they are over → ENDED   |
+| ENDED        | blocks are free; the other side was told               |                         |
 
-Every state but ENDED has the job's deadline.
+WAITING to HANDING_OVER have the grant's deadline, and leave for ENDING by it, by Abort, with the
+peer, and by a failure. ENDING has that of the transport, whose transfers are never abandoned: what
+makes no progress costs the peer its session (`transfer_timeout_s`).
+
+A grant, as prefill sees it, and a lease, which is its other side where decode pulls:
+
+| grant   | lease  | means                                   | its last word                       |
+| ---     | ---    | ---                                     | ---                                 |
+| unknown | none   | no request for it came                  | GrantUnknown; to Abort: Aborted,    |
+|         |        |                                         | and a request that comes is void    |
+| used    | held   | WAITING to HANDING_OVER; blocks of ours | Done, Confirmed → over; a failure,  |
+|         |        | that were offered stay as they are      | a deadline, a loss → broken         |
+| broken  | broken | ENDING                                  | Failed; to Abort: Aborted → over    |
+| over    | over   | ENDED: its last word is remembered      | the same, to whoever asks again     |
+|         |        |                                         | (`prefill.last_words`)              |
 """
 
 from __future__ import annotations

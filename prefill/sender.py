@@ -8,7 +8,14 @@ from collections.abc import Callable, Sequence
 from kvxfer.cache.footprint import prompt_entries, travelling
 from kvxfer.cache.kv_cache import KVCache
 from kvxfer.cache.table import BlockTable
-from kvxfer.control.messages import Confirmed, Done, Lease, Ready
+from kvxfer.control.messages import (
+    Confirmed,
+    Done,
+    Lease,
+    Ready,
+)
+from kvxfer.control.resync_messages import GrantQuery
+from kvxfer.errors import WireError
 from kvxfer.telemetry.trace import Trace
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.rank_plans import RankPlans, WorkerSide
@@ -96,15 +103,35 @@ class Sender:
         ready = Ready(job.request.request_id, lease, tokens.start, tokens.stop, stretches, final)
         self._peers.send(job.peer.key, ready)
 
+    def offer_again(self, job: PrefillJob, query: GrantQuery, timeout_s: float) -> None:
+        """What decode was not offered of a prompt that is computed, as its query tells. Raises
+        WireError where that cannot be."""
+        num_prompt, ends = len(job.request.tokens), self._cache.geometry.specs
+        whole = [range(spec.num_layers) for spec in ends]
+        start, end = query.tokens_read, query.stretch_end
+        if not 0 <= start <= num_prompt or (query.layers_read and not start < end <= num_prompt):
+            raise WireError(f"GrantQuery of tokens [{start}, {end}) of {num_prompt}")
+        if query.layers_read:
+            if len(query.layers_read) != len(whole) or not all(
+                0 <= first <= one.stop for first, one in zip(query.layers_read, whole, strict=True)
+            ):
+                raise WireError(f"GrantQuery of layers {query.layers_read}")
+            left = [one[first:] for first, one in zip(query.layers_read, whole, strict=True)]
+            self._offer(job, range(start, end), left, timeout_s)
+            start = end
+        if start < num_prompt:
+            self._offer(job, range(start, num_prompt), whole, timeout_s)
+
     def kept(self, job: PrefillJob) -> list[list[int]]:
         """The blocks of what travels, group by group."""
         entries = prompt_entries(self._cache.geometry.specs, len(job.request.tokens))
         pairs = zip(job.blocks, entries, strict=True)
         return [BlockTable(blocks).ids(kept) for blocks, kept in pairs]
 
-    def complete(self, job: PrefillJob) -> None:
-        """Tell decode that everything was pushed and is visible, or confirm what it pulled."""
-        request = job.request
+    def complete(self, job: PrefillJob) -> Done | Confirmed:
+        """Everything was pushed and is visible, or what decode pulled is valid: the word of it."""
+        request, first_token = job.request, job.first_token
+        assert first_token is not None
         if job.direction is Direction.PUSH:
             stats = job.stats
             self._trace.event(
@@ -116,16 +143,14 @@ class Sender:
                 num_bytes=stats.num_bytes,
             )
             layers = self._cache.geometry.num_layers
-            done = Done(
+            return Done(
                 request.request_id,
                 request.grant.grant_id,
                 job.computed,
                 layers,
                 job.num_ranks_reached,
+                first_token,
                 stats,
                 job.digest,
             )
-            self._peers.send(job.peer.key, done)
-        else:
-            ids = request.request_id, request.grant.grant_id
-            self._peers.send(job.peer.key, Confirmed(*ids, job.digest))
+        return Confirmed(request.request_id, request.grant.grant_id, first_token, job.digest)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -11,17 +10,25 @@ from typing import Any
 
 from kvxfer.cache.pools import reaches
 from kvxfer.cache.prefix_cache import PrefixCache, why_no_prefix_cache
-from kvxfer.control.messages import Abort, Aborted, Failed, FirstToken, PrefillRequest, Taken
+from kvxfer.control.messages import (
+    Abort,
+    Aborted,
+    Failed,
+    FirstToken,
+    PrefillRequest,
+    Taken,
+)
+from kvxfer.control.resync_messages import GrantQuery, GrantUnknown
 from kvxfer.control.session import Peer
-from kvxfer.errors import KvxferError, TransferError, UsageError, WireError
+from kvxfer.errors import KvxferError, TransferError, WireError
 from kvxfer.model.runner import SequenceStep
-from kvxfer.model.sampling import SampleSpec
 from kvxfer.transfer.connector import Direction
-from kvxfer.transfer.sides import why_not_blocks
 from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.integrity import Integrity
 from kvxfer.worker.loop import Handler
 from prefill.lane_trials import LaneTrialServer
+from prefill.last_words import LastWords, Word
+from prefill.refusals import why_not
 from prefill.schedule import JobState, PrefillJob, PrefillScheduler
 from prefill.sender import Sender
 from prefill.streaming import LayerStreamer, Written
@@ -48,11 +55,13 @@ class PrefillWorker:
             parts.trace,
             self._settle,
         )
+        self._last_words = LastWords()
         self._integrity = Integrity(parts)
         self._streamer = LayerStreamer(parts)
         self._lane_trials = LaneTrialServer(parts)
         self.handlers: dict[type, Handler] = {
             PrefillRequest: self._on_request,
+            GrantQuery: self._on_query,
             Taken: self._on_taken,
             Abort: self._on_abort,
             **self._lane_trials.handlers,
@@ -67,49 +76,53 @@ class PrefillWorker:
     def _on_request(self, key: str, request: PrefillRequest) -> None:
         peer = self._parts.peers.require(key)
         job = PrefillJob(request, peer, time.monotonic() + request.grant.timeout_s)
-        if job.key in self._jobs:
-            raise WireError(f"grant {request.grant.grant_id} was used already")
-        problem = self._problem(request, peer)
+        if job.key in self._jobs or self._repeats(key, request.grant.grant_id):
+            return  # a grant is used once; they ask again since they may not have been heard
+        refusal = self._parts.residency.refusal
+        problem = refusal or why_not(request, peer, self._parts.engine)
         if problem:
             grant_id = request.grant.grant_id
-            self._parts.peers.send(key, Failed(request.request_id, grant_id, problem))
+            self._say(key, grant_id, Failed(request.request_id, grant_id, problem))
             return
         self._jobs[job.key] = job
         self._parts.trace.event("requested", request=request.request_id)
         self._scheduler.add(job)
         self._pump()
 
-    def _problem(self, request: PrefillRequest, peer: Peer) -> str:
-        """Why a request cannot be served, or ''."""
-        engine = self._parts.engine
-        num_tokens = len(request.tokens)
-        assert peer.facts is not None
-        if self._parts.residency.refusal:
-            return self._parts.residency.refusal
-        if num_tokens < 1 or engine.why_too_long(num_tokens, 0):
-            return f"prompt of {num_tokens} tokens: this worker takes 1 to {engine.max_model_len}"
-        if not 0 <= min(request.tokens) <= max(request.tokens) < engine.info.vocab_size:
-            return f"prompt: a token is not in the vocabulary of {engine.info.vocab_size}"
-        wrong = why_not_blocks(peer.facts.geometry, request.grant.blocks, num_tokens)
-        if wrong:
-            return f"grant: {wrong}"
-        if not 0 < request.grant.timeout_s < math.inf:
-            return f"grant has a timeout of {request.grant.timeout_s} s"
-        sampling = request.sampling
-        try:
-            SampleSpec(sampling.temperature, sampling.top_p, sampling.seed)
-        except UsageError as error:
-            return str(error)
-        return ""
+    def _say(self, key: str, grant_id: str, word: Word) -> None:
+        """The end of a grant. Also to a peer that was lost meanwhile: should it live, blocks wait
+        for this."""
+        self._parts.peers.send(key, self._last_words.add(key, grant_id, word))
+
+    def _repeats(self, key: str, grant_id: str) -> bool:
+        """Whether the grant is over; then that is said again."""
+        word = self._last_words.of(key, grant_id)
+        if word is not None:
+            self._parts.peers.send(key, word)
+        return word is not None
+
+    def _on_query(self, key: str, query: GrantQuery) -> None:
+        self._parts.peers.require(key)
+        job = self._jobs.get((key, query.grant_id))
+        if job is None:
+            if not self._repeats(key, query.grant_id):
+                unknown = GrantUnknown(query.request_id, query.grant_id)
+                self._parts.peers.send(key, unknown)
+        elif job.state is JobState.HANDING_OVER and job.direction is Direction.PULL:
+            self._sender.offer_again(job, query, job.deadline_s - time.monotonic())
 
     def _on_taken(self, key: str, taken: Taken) -> None:
         job = self._jobs.get((key, taken.lease_id))
         if job is not None and job.direction is not Direction.PULL:
             raise WireError(f"request {taken.request_id}: Taken where we push")
-        if job is None or job.state is not JobState.HANDING_OVER:
-            logger.warning("%s took request %s, which is over", key, taken.request_id)
-            broken = Failed(taken.request_id, taken.lease_id, "the lease was broken")
-            self._parts.peers.send(key, broken)
+        if job is None:
+            if not self._repeats(key, taken.lease_id):
+                logger.warning("%s took request %s, which is over", key, taken.request_id)
+                broken = Failed(taken.request_id, taken.lease_id, "the lease was broken")
+                self._say(key, taken.lease_id, broken)
+            return
+        if job.state is not JobState.HANDING_OVER:
+            self._give_up(job, "taken before all was offered")
             return
         self._parts.trace.event("taken", request=taken.request_id)
         job.is_taken = True
@@ -118,7 +131,9 @@ class PrefillWorker:
     def _on_abort(self, key: str, abort: Abort) -> None:
         job = self._jobs.get((key, abort.grant_id))
         if job is None:
-            self._parts.peers.send(key, Aborted(abort.request_id, abort.grant_id))
+            aborted = Aborted(abort.request_id, abort.grant_id)
+            self._last_words.add(key, abort.grant_id, aborted)  # its request may yet come
+            self._parts.peers.send(key, aborted)
             return
         job.aborted = True
         self._give_up(job, abort.reason)
@@ -242,11 +257,11 @@ class PrefillWorker:
             message: Any = Aborted(*ids) if job.aborted else Failed(*ids, job.failure)
             logger.warning("request %s: %s", ids[0], job.failure)
             self._end(job)
-            # Also to a peer that was lost meanwhile: should it live, blocks wait for this word.
-            self._parts.peers.send(job.peer.key, message)
+            self._say(job.peer.key, ids[1], message)
         elif job.state is JobState.HANDING_OVER and (job.is_taken or job.is_pushed):
-            self._sender.complete(job)
+            word = self._sender.complete(job)
             self._end(job)
+            self._say(job.peer.key, ids[1], word)
 
     def _end(self, job: PrefillJob) -> None:
         """Idempotent: telling decode the end may lose it, and that gives up all of its jobs."""

@@ -29,7 +29,8 @@ from kvxfer.bench.netns import Namespaces
 from kvxfer.bench.report import Figure
 from kvxfer.errors import DeadlineExceeded, TransferError
 from kvxfer.launch.local import LocalLauncher, WorkerProcess
-from kvxfer.serve.router import Backend, Completion, Router
+from kvxfer.serve.completion import Backend, Completion
+from kvxfer.serve.router import Router
 from kvxfer.telemetry.trace import read_trace
 from kvxfer.transfer.connector import Direction
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from kvxfer.errors import DeadlineExceeded, KvxferError
 from kvxfer.launch.local import LocalLauncher, WorkerProcess
 from kvxfer.model.loader import ModelInfo
-from kvxfer.serve.router import Backend, Router
+from kvxfer.serve.completion import Backend
+from kvxfer.serve.router import Router
 
 if TYPE_CHECKING:
     from kvxfer.bench.tokens import TokensOptions

@@ -21,6 +21,9 @@ from kvxfer.errors import ControlError, UsageError, WireError
 
 logger = logging.getLogger(__name__)
 
+RECONNECT_MS = 100
+RECONNECT_MAX_MS = 1600
+"""Pauses between attempts to connect double up to the maximum; ZeroMQ adds some chance."""
 LINGER_MS = 200
 """How long a closing socket may still send its last words."""
 
@@ -119,6 +122,8 @@ class Channel:
             return key
         dealer = self._socket(zmq.DEALER, plain)
         dealer.setsockopt(zmq.IDENTITY, self._identity)
+        dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         dealer.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing for a peer that is not there
         if self._keys is not None:
             self._keys.introduce(dealer, server)

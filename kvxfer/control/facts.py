@@ -47,6 +47,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     regions: list[Region]
     """Of each rank, the same in all."""
     generation: int
+    epoch: int
+    """Revocations so far."""
 
     @property
     def tensor_parallel_size(self) -> int:

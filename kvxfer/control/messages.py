@@ -5,10 +5,14 @@
 | dialer → listener | Hello                | first, and after a reconnect |
 | listener → dialer | Welcome or Reject    | the answer |
 | any peer          | Heartbeat, Goodbye   | all the time; when it leaves on purpose |
+| listener → dialer | HelloWanted          | a heartbeat came from nobody that it knows |
 | owner → peers     | RegionsUpdate        | its cache grew |
 | peer → owner      | RegionsAck           | the new ranges can be used |
 | owner → peers     | RegionsRevoke        | part of its cache is about to go |
 | peer → owner      | RegionsRevoked       | nothing of it will be touched any more |
+| owner → peers     | RegionsAt            | how far it is, with each heartbeat |
+| peer → owner      | RegionsQuery         | an update or revocation was lost |
+| owner → peer      | RegionsState         | the answer: all that is registered |
 | router → decode   | Generate, Cancel     | a prompt; the client left |
 | decode → router   | Token, Finished      | each token; exactly one end |
 | decode → prefill  | PrefillRequest       | blocks are granted |
@@ -17,6 +21,8 @@
 | decode → prefill  | Taken                | pull: everything was read |
 | decode → prefill  | Abort                | the request is given up |
 | prefill → decode  | Failed, Aborted      | nothing more will be written |
+| decode → prefill  | GrantQuery           | nothing was heard of a grant for a while |
+| prefill → decode  | GrantUnknown         | it was never heard of; else its last word again |
 | decode ↔ prefill  | LaneTrial … Chosen   | see `control.lane_messages` |
 | any → worker      | StatusQuery / Status | a look inside |
 | router → worker   | Shrink, Sleep,       | what shall become of its cache; |
@@ -41,6 +47,14 @@ from kvxfer.control.cache_messages import (
 )
 from kvxfer.control.facts import WorkerFacts
 from kvxfer.control.lane_messages import LaneChosen, LanePush, LanePushed, LaneReady, LaneTrial
+from kvxfer.control.resync_messages import (
+    GrantQuery,
+    GrantUnknown,
+    HelloWanted,
+    RegionsAt,
+    RegionsQuery,
+    RegionsState,
+)
 from kvxfer.transfer.regions import Region
 
 WIRE_VERSION = 5
@@ -78,6 +92,8 @@ class RegionsUpdate(WireStruct, frozen=True):
     regions: list[Region]
     descriptions: list[bytes]
     """By rank."""
+    epoch: int
+    """Revocations before it."""
 
 
 class RegionsAck(WireStruct, frozen=True):
@@ -135,6 +151,8 @@ class Finished(WireStruct, frozen=True):
     num_blocks: int
     transfer: TransferStats
     kv_digests: list[str]
+    num_tokens: int
+    """Told of it: fewer that arrived are an answer cut short."""
 
 
 class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -176,7 +194,8 @@ class Ready(WireStruct, frozen=True):
 
 
 class FirstToken(WireStruct, frozen=True):
-    """The prompt is computed: what follows it, before its KV has travelled. Sent once a grant."""
+    """The prompt is computed: what follows it, before its KV has travelled. A hint, which may be
+    lost: Done and Confirmed say it too."""
 
     request_id: str
     grant_id: str
@@ -193,6 +212,7 @@ class Confirmed(WireStruct, frozen=True):
 
     request_id: str
     lease_id: str
+    first_token: int
     digest: int | None
     """`kvxfer.transfer.checksum` of all that was handed over."""
 
@@ -206,6 +226,7 @@ class Done(WireStruct, frozen=True):
     num_tokens: int
     num_layers: int
     num_ranks: int
+    first_token: int
     transfer: TransferStats
     digest: int | None
 
@@ -278,4 +299,10 @@ Message = (
     | LanePush
     | LanePushed
     | LaneChosen
+    | HelloWanted
+    | RegionsQuery
+    | RegionsState
+    | RegionsAt
+    | GrantQuery
+    | GrantUnknown
 )

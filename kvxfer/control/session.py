@@ -1,11 +1,28 @@
 """Peers: who they are, what they have registered, and when they were last heard of.
 
-| state    | meaning                                             | leaves by |
-| ---      | ---                                                 | --- |
-| GREETING | Hello is out, or its regions are being loaded       | loaded → MET |
-| MET      | it is known; lanes may have to be tried out first   | a lane → READY |
-| READY    | its regions are known to the connector              | silence, Goodbye → GONE |
-| GONE     | fenced off: nothing is sent to it or believed of it | a new Hello → GREETING |
+| peer     | meaning                          | leaves by             | deadline              |
+| ---      | ---                              | ---                   | ---                   |
+| GREETING | Hello is out, or its regions are | loaded → MET; Reject  | Hello again, later    |
+|          | being loaded                     | → GONE, or our end    | and later             |
+| MET      | it is known; lanes may have to   | LaneChosen → READY;   | of the choice → GONE  |
+|          | be tried out first               | as READY → GONE       |                       |
+| READY    | its regions are known to the     | Goodbye, HelloWanted, | silence, or transfers |
+|          | connector: KV may flow           | a wrong word, its new | without progress      |
+|          |                                  | incarnation → GONE    | → GONE                |
+| GONE     | nothing is sent to it or believed| Hello, Welcome        | we dialled: Hello at  |
+|          | of it; what it had is dropped    | → GREETING            | once; else forgotten  |
+
+What is known of a peer's regions is at an (epoch, generation): revocations and additions so far.
+
+| regions  | meaning                          | leaves by             | deadline              |
+| ---      | ---                              | ---                   | ---                   |
+| LOADING  | known, not yet by the connector  | loaded → IN_STEP, and | the owner's, of the   |
+|          |                                  | RegionsAck            | acknowledgement       |
+| IN_STEP  | what the owner told last is here | the next update or    | its heartbeats tell   |
+|          |                                  | revocation → LOADING; | where it is           |
+|          |                                  | one is missing → BEHIND |                     |
+| BEHIND   | RegionsQuery is out; nothing but | RegionsState          | asked again at each   |
+|          | the answer counts                | → LOADING             | heartbeat             |
 """
 
 from __future__ import annotations
@@ -19,7 +36,10 @@ from kvxfer.cache.layout import MAX_ADDRESSES
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.control.cache_messages import RegionsRevoke
 from kvxfer.control.facts import RankFacts, WorkerFacts
-from kvxfer.control.messages import RegionsUpdate
+from kvxfer.control.messages import (
+    RegionsUpdate,
+)
+from kvxfer.control.resync_messages import RegionsState
 from kvxfer.errors import HandshakeRejected, WireError
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.lane_costs import LaneCosts, cheapest
@@ -59,8 +79,20 @@ class Peer:
     """Of the lanes that proved to work, as far as we start transfers; none where none was tried."""
     met_s: float = 0.0
     regions: RegionSet = field(default_factory=RegionSet)
+    epoch: int = 0
+    """Of its revocations, those that we know of."""
+    loaded: tuple[int, int] = (0, 0)
+    """The epoch and generation of its regions that our connectors know."""
+    asked_s: float = 0.0
+    """When we last asked what it has registered."""
+    session: int = 0
+    """Counts how often it was lost: what was begun in an earlier one is nobody's any more."""
     hello_sent_s: float = 0.0
     """When we, who dialled, last greeted it; 0 when we did not."""
+    hello_pause_s: float = 0.0
+    """How long it has to answer before it is greeted again."""
+    num_hellos: int = 0
+    """Since it was last ready."""
     acked_generation: int = 0
     """The newest of our generations that it has loaded."""
 
@@ -93,7 +125,10 @@ class Peer:
             if not 0 <= rank.base_address < MAX_ADDRESSES:
                 raise WireError(f"{facts.worker_id}: base address {rank.base_address:#x}")
         _check_inside(facts, facts.regions)
-        self.regions = RegionSet(tuple(facts.regions), facts.generation)
+        told, known = RegionSet(tuple(facts.regions), facts.generation), self.facts
+        is_late = known is not None and known.incarnation == facts.incarnation
+        if not (is_late and self.knows(facts.epoch, facts.generation)):
+            self.regions, self.epoch = told, facts.epoch
         self.facts = facts
         self.lanes = tuple(lanes)
         if self.lane not in self.lanes:
@@ -111,6 +146,24 @@ class Peer:
             )
         self.regions = self.regions.add(update.regions)
 
+    def knows(self, epoch: int, generation: int) -> bool:
+        """Whether we know as many of its revocations and additions, or more."""
+        return epoch <= self.epoch and generation <= self.regions.generation
+
+    def is_next(self, update: RegionsUpdate) -> bool:
+        return (update.epoch, update.generation) == (self.epoch, self.regions.generation + 1)
+
+    def can_drop(self, revoke: RegionsRevoke) -> bool:
+        """Whether it is the next revocation, of regions that we know."""
+        return revoke.epoch == self.epoch + 1 and set(revoke.regions) <= set(self.regions.regions)
+
+    def replace(self, state: RegionsState) -> None:
+        """Know all that is registered now. Raises WireError or RegionError on bad regions."""
+        assert self.facts is not None
+        _check_inside(self.facts, state.regions)
+        self.regions = RegionSet(tuple(state.regions), state.generation)
+        self.epoch = state.epoch
+
     def described(self, descriptions: Sequence[bytes]) -> list[RankFacts]:
         """The peer's ranks, described afresh. Raises WireError unless there is one for each."""
         assert self.facts is not None
@@ -125,6 +178,7 @@ class Peer:
         them (the capacity: none). Raises RegionError for regions that the peer does not have."""
         assert self.facts is not None
         self.regions = self.regions.remove(revoke.regions)
+        self.epoch = revoke.epoch
         lowest = []
         for group in self.facts.geometry.groups:
             inside = [r for r in revoke.regions if r.offset < group.end and r.end > group.offset]

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvxfer.demo.checks import GrowthInFlight
 from kvxfer.demo.prompts import Prompt
-from kvxfer.serve.router import Completion
+from kvxfer.serve.completion import Completion
 
 Numbers = dict[str, int | float | str]
 

@@ -19,7 +19,8 @@ from kvxfer.demo.results import DemoResult, Numbers, RequestResult, compare
 from kvxfer.demo.screen import Screen
 from kvxfer.errors import DeadlineExceeded, KvxferError, WorkerDied
 from kvxfer.launch.local import LocalLauncher, WorkerProcess
-from kvxfer.serve.router import Backend, Completion, Router
+from kvxfer.serve.completion import Backend, Completion
+from kvxfer.serve.router import Router
 from kvxfer.serve.text import TextStream
 from kvxfer.telemetry.trace import read_trace
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,11 @@ from cyclopts import Parameter
 from kvxfer.control.auth import Keys
 from kvxfer.control.channel import check_dial
 from kvxfer.control.messages import Sampling
-from kvxfer.errors import DeadlineExceeded, KvxferError, UsageError
+from kvxfer.errors import KvxferError, UsageError
 from kvxfer.model.loader import ModelInfo, inspect_model
 from kvxfer.model.tokenizer import Tokenizer
-from kvxfer.serve.router import Backend, Router
+from kvxfer.serve.completion import Backend
+from kvxfer.serve.router import Router
 from kvxfer.serve.text import TextStream
 
 
@@ -28,8 +28,9 @@ class RouterOptions:
 
     model: Path
     """The directory that the workers run; the router reads its tokenizer."""
-    decode: str
-    """Address of the decode worker; with keys, ADDRESS#NAME of its key."""
+    decode: Annotated[tuple[str, ...], Parameter(negative=())]
+    """Address of a decode worker, with keys ADDRESS#NAME of its key; may be given several times. A
+    prompt whose worker is lost before a token of it came goes to another."""
     key_file: Path | None = None
     """Secret key of this router, NAME.key of `kvxfer keygen`."""
     peer_keys: Path | None = None
@@ -54,14 +55,18 @@ def run_router(options: RouterOptions) -> int:
     """Send each prompt, print its answer as it comes. Raises KvxferError."""
     _check(options)
     keys = Keys.load(options.key_file, options.peer_keys)
-    check_dial("decode", options.decode, keys)
+    for address in options.decode:
+        check_dial("decode", address, keys)
     info = inspect_model(options.model)
     tokenizer = Tokenizer.load(options.model)
-    router = Router(keys=keys)
+    router = Router(survives_loss=True, request_timeout_s=options.timeout_s, keys=keys)
     try:
-        backend = router.connect([options.decode], options.connect_timeout_s)[0]
-        if backend.facts is not None and backend.facts.model != info.fingerprint:
-            raise UsageError("model", str(options.model), "the decode worker runs another model")
+        backends = router.connect(options.decode, options.connect_timeout_s)
+        for one in backends:
+            if one.facts is not None and one.facts.model != info.fingerprint:
+                reason = "the decode worker runs another model"
+                raise UsageError("model", str(options.model), reason)
+        backend = backends[0]
         for text in _prompts(options.prompt):
             _answer(options, info, tokenizer, router, backend, text)
     finally:
@@ -98,13 +103,9 @@ def _answer(
         stop_token_ids=info.eos_token_ids,
     )
     stream = TextStream(text, completion, tokenizer)
-    deadline_s = time.monotonic() + options.timeout_s
     while completion.finished is None:
         router.poll(0.02)
         print(stream.new_text(), end="", flush=True)
-        if time.monotonic() > deadline_s:
-            router.cancel(completion)
-            raise DeadlineExceeded(f"no whole answer within {options.timeout_s:g} s")
     print(stream.new_text())
     if completion.finished.error:
         raise KvxferError(completion.finished.error)

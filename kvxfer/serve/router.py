@@ -1,17 +1,20 @@
-"""The router: turns prompts into requests for (prefill, decode) pairs. Over ZMQ only, for now."""
+"""The router: turns prompts into requests for (prefill, decode) pairs. Over ZMQ only, for now.
+
+States of a prompt: see `kvxfer.serve.completion`.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
+import random
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from kvxfer.control.auth import Keys
 from kvxfer.control.cache_messages import CacheState, Defragment, Shrink, Sleep, WakeUp
 from kvxfer.control.channel import Channel, Letter
-from kvxfer.control.facts import WorkerFacts
 from kvxfer.control.messages import (
     WIRE_VERSION,
     Cancel,
@@ -28,55 +31,36 @@ from kvxfer.control.messages import (
     Status,
     StatusQuery,
     Token,
-    TransferStats,
     Welcome,
 )
+from kvxfer.control.resync_messages import HelloWanted, RegionsAt
 from kvxfer.errors import ControlError, DeadlineExceeded, HandshakeRejected, WorkerDied
+from kvxfer.serve.completion import MAX_ATTEMPTS, Backend, Completion
 
 logger = logging.getLogger(__name__)
 
 HELLO_RETRY_S = 1.0
+HELLO_RETRY_MAX_S = 5.0
 HEARTBEAT_S = 0.5
-
-
-@dataclass
-class Backend:
-    """A worker that the router talks to."""
-
-    key: str
-    facts: WorkerFacts | None = None
-    last_seen_s: float = field(default_factory=time.monotonic)
-    hello_sent_s: float = 0.0
-
-
-@dataclass
-class Completion:
-    """One prompt on its way; filled in as messages arrive."""
-
-    request_id: str
-    tokens: list[int]
-    backend: Backend
-    sent_s: float
-    output: list[int] = field(default_factory=list)
-    first_token_s: float | None = None
-    finished: Finished | None = None
-
-    @property
-    def ttft_s(self) -> float:
-        """Time to first token in seconds; NaN before there is one."""
-        return float("nan") if self.first_token_s is None else self.first_token_s - self.sent_s
-
-    @property
-    def transfer(self) -> TransferStats:
-        return self.finished.transfer if self.finished else TransferStats()
 
 
 class Router:
     """Dials workers, sends prompts, collects tokens. One thread; `poll` makes it move."""
 
-    def __init__(self, peer_timeout_s: float = 5.0, keys: Keys | None = None) -> None:
+    def __init__(
+        self,
+        peer_timeout_s: float = 5.0,
+        *,
+        survives_loss: bool = False,
+        request_timeout_s: float = math.inf,
+        keys: Keys | None = None,
+    ) -> None:
+        """A worker that is lost raises WorkerDied, or, if the router `survives_loss`, is waited
+        for: its prompts go to another decode worker, or fail where tokens of theirs were told."""
         self._channel = Channel(f"router.{secrets.token_hex(8)}", keys=keys)
         self._peer_timeout_s = peer_timeout_s
+        self._survives_loss = survives_loss
+        self._request_timeout_s = request_timeout_s
         self._backends: dict[str, Backend] = {}
         self._completions: dict[str, Completion] = {}
         self._statuses: dict[str, Status] = {}
@@ -109,26 +93,36 @@ class Router:
     ) -> Completion:
         """Send a prompt to a decode worker (or to the single process that it is compared with)."""
         request_id, sent_s = request_id or secrets.token_hex(8), time.monotonic()
-        self._channel.send(
-            backend.key,
-            Generate(
-                request_id=request_id,
-                tokens=tokens,
-                max_new_tokens=max_new_tokens,
-                sampling=sampling or Sampling(),
-                stop_token_ids=list(stop_token_ids),
-                prefill="",
-                verify=verify,
-            ),
+        generate = Generate(
+            request_id=request_id,
+            tokens=tokens,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling or Sampling(),
+            stop_token_ids=list(stop_token_ids),
+            prefill="",
+            verify=verify,
         )
-        completion = Completion(request_id, tokens, backend, sent_s)
+        deadline_s = sent_s + self._request_timeout_s
+        completion = Completion(request_id, tokens, backend, sent_s, generate, deadline_s)
+        if not self._survives_loss:
+            self._channel.send(backend.key, generate)
+        else:
+            completion.is_waiting = True
         self._completions[request_id] = completion
+        if completion.is_waiting:
+            self._send_waiting(completion)
         return completion
 
     def cancel(self, completion: Completion) -> None:
         """Idempotent; the end comes as a Finished with reason 'cancelled'."""
-        if completion.finished is None:
-            self._channel.send(completion.backend.key, Cancel(completion.request_id))
+        if completion.finished is not None:
+            return
+        if completion.is_waiting:
+            self._drop(completion, "cancelled while no decode worker was ready")
+        elif self._survives_loss:
+            self._send_if_connected(completion.backend, Cancel(completion.generate.request_id))
+        else:
+            self._channel.send(completion.backend.key, Cancel(completion.generate.request_id))
 
     def status(self, backend: Backend, timeout_s: float = 5.0) -> Status:
         """A worker's numbers, asked for now. Raises DeadlineExceeded."""
@@ -163,17 +157,84 @@ class Router:
             if backend.facts is None:
                 self._greet(backend, now)
             elif now - backend.last_seen_s > self._peer_timeout_s:
-                name = backend.facts.worker_id
-                raise WorkerDied(f"worker {name}: nothing heard for {self._peer_timeout_s:g} s")
+                self._lose(backend, f"nothing heard for {self._peer_timeout_s:g} s")
         if now >= self._next_beat_s:
             self._next_beat_s = now + HEARTBEAT_S
             for backend in self._backends.values():
-                self._send_if_connected(backend, Heartbeat())
+                if backend.facts is not None:
+                    self._send_if_connected(backend, Heartbeat())
+        for completion in list(self._completions.values()):
+            self._settle(completion, now)
+
+    def _settle(self, completion: Completion, now: float) -> None:
+        """Whatever is due for a prompt."""
+        over = completion.why_over(now)
+        if over:
+            if not completion.is_waiting:
+                stop = Cancel(completion.generate.request_id)
+                self._send_if_connected(completion.backend, stop)
+            self._drop(completion, over)
+        elif completion.is_waiting:
+            self._send_waiting(completion)
+
+    def _drop(self, completion: Completion, error: str) -> None:
+        del self._completions[completion.generate.request_id]
+        completion.fail(error)
+
+    def _send_waiting(self, completion: Completion) -> None:
+        """To the worker it was meant for, or to another that decodes; perhaps later."""
+        load = [id(other.backend) for other in self._completions.values() if not other.is_waiting]
+        fitting = [
+            backend
+            for backend in self._backends.values()
+            if backend.facts is not None
+            and (backend is completion.backend or backend.facts.role == "decode")
+        ]
+        fitting.sort(key=lambda one: (one is not completion.backend, load.count(id(one))))
+        for backend in fitting:
+            if self._send_if_connected(backend, completion.generate):
+                completion.backend, completion.is_waiting = backend, False
+                return
+
+    def _lose(self, backend: Backend, reason: str) -> None:
+        """Its prompts begin again elsewhere if nobody was told a token of them, else they end."""
+        if backend.facts is None:
+            return
+        lost = f"worker {backend.name}: {reason}"
+        if not self._survives_loss:
+            raise WorkerDied(lost)
+        logger.warning("%s", lost)
+        backend.facts, backend.hello_at_s, backend.hello_pause_s = None, 0.0, 0.0
+        for completion in list(self._completions.values()):
+            if completion.backend is not backend or completion.is_waiting:
+                continue
+            backend.given_up.append(completion.generate.request_id)
+            if completion.output or completion.attempt >= MAX_ATTEMPTS:
+                told = f"after {len(completion.output)} tokens" if completion.output else "again"
+                self._drop(completion, f"{lost}, {told}")
+            else:
+                del self._completions[completion.generate.request_id]
+                completion.begin_again()
+                self._completions[completion.generate.request_id] = completion
 
     def _greet(self, backend: Backend, now: float) -> None:
-        hello = Hello(WIRE_VERSION, None)
-        if now - backend.hello_sent_s > HELLO_RETRY_S and self._send_if_connected(backend, hello):
-            backend.hello_sent_s = now
+        """Again and again, with longer pauses of uneven length."""
+        if now >= backend.hello_at_s and self._send_if_connected(
+            backend, Hello(WIRE_VERSION, None)
+        ):
+            pause = min(HELLO_RETRY_MAX_S, 2 * backend.hello_pause_s or HELLO_RETRY_S)
+            backend.hello_pause_s = pause
+            backend.hello_at_s = now + pause * random.uniform(0.75, 1.25)
+
+    def _welcomed(self, backend: Backend, welcome: Welcome) -> None:
+        known = backend.facts
+        if known is not None and known.incarnation != welcome.facts.incarnation:
+            self._lose(backend, "a new process answers")
+        backend.facts = welcome.facts
+        backend.hello_pause_s = 0.0
+        for request_id in backend.given_up:
+            self._send_if_connected(backend, Cancel(request_id))
+        backend.given_up.clear()
 
     def _send_if_connected(self, backend: Backend, message: Message) -> bool:
         try:
@@ -187,17 +248,12 @@ class Router:
         backend = self._backends[letter.peer]
         backend.last_seen_s = time.monotonic()
         match message:
-            case Token(request_id=request_id, index=index, token=token):
-                completion = self._completions.get(request_id)
-                if completion is not None and completion.backend is backend:
-                    self._take(completion, index, token)
-            case Finished(request_id=request_id):
-                completion = self._completions.get(request_id)
-                if completion is not None and completion.backend is backend:
-                    del self._completions[request_id]
-                    completion.finished = message
-            case Welcome(facts=facts):
-                backend.facts = facts
+            case Token() | Finished():
+                self._progress(backend, message)
+            case Welcome():
+                self._welcomed(backend, message)
+            case HelloWanted():
+                self._lose(backend, "it does not know this router any more")
             case Status():
                 self._statuses[letter.peer] = message
             case CacheState():
@@ -205,8 +261,8 @@ class Router:
             case Reject(field=name, ours=ours, theirs=theirs):
                 raise HandshakeRejected(name, ours, theirs)
             case Goodbye(reason=reason):
-                raise WorkerDied(f"worker {letter.peer.removeprefix('out:')} left: {reason}")
-            case Heartbeat() | RegionsUpdate() | RegionsAck():
+                self._lose(backend, f"it left: {reason}")
+            case Heartbeat() | RegionsUpdate() | RegionsAck() | RegionsAt():
                 pass
             case _:
                 self.num_misplaced += 1
@@ -214,16 +270,17 @@ class Router:
                     name = type(message).__name__
                     logger.warning("dropped %s from %s: not for a router", name, letter.peer)
 
-    def _take(self, completion: Completion, index: int, token: int) -> None:
-        """The next token; any other ends the completion, as what it has would be no answer."""
-        request_id = completion.request_id
-        if index == len(completion.output):
-            completion.output.append(token)
-            completion.first_token_s = completion.first_token_s or time.monotonic()
+    def _progress(self, backend: Backend, message: Token | Finished) -> None:
+        """Of a prompt that this worker has; what was given up or taken elsewhere is nobody's."""
+        completion = self._completions.get(message.request_id)
+        if completion is None or completion.backend is not backend or completion.is_waiting:
             return
-        del self._completions[request_id]
-        problem = f"request {request_id}: token {index} where {len(completion.output)} belongs"
-        completion.finished = Finished(request_id, "error", problem, 0, TransferStats(), [])
+        if isinstance(message, Token):
+            completion.take(message.index, message.token)
+        else:
+            completion.close(message)
+        if completion.finished is not None:
+            del self._completions[message.request_id]
 
     def close(self) -> None:
         self._channel.close()

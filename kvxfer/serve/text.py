@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvxfer.model.tokenizer import Detokenizer, Tokenizer
-from kvxfer.serve.router import Completion
+from kvxfer.serve.completion import Completion
 
 
 class TextStream:

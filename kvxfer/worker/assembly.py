@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvxfer.config import WorkerOptions
 from kvxfer.control.channel import Channel
 from kvxfer.control.facts import RankFacts, WorkerFacts
+from kvxfer.control.resync_messages import RegionsAt
 from kvxfer.errors import CacheError, WorkerDied
 from kvxfer.memory.limits import host_identity
 from kvxfer.telemetry.trace import Trace
@@ -159,7 +160,8 @@ def _assemble(
     host = host_identity()
     facts = _facts(role, options, engine, growth, incarnation, host)
     peers = PeerTable(options, channel, transfer, facts)
-    growth.on_publish = peers.publish
+    growth.on_publish = peers.exchange.publish
+    peers.where = lambda: RegionsAt(growth.epoch, growth.regions.generation)
     model = WorkThread("model", reports, engine.enter_thread)
     residency = Residency(engine, transfer, growth, peers, trace)
     may_trim = options.kv_commit == "elastic" and engine.size == 1
@@ -202,6 +204,7 @@ def _facts(
             device_id=engine.device_id,
             regions=list(growth.regions.regions),
             generation=growth.regions.generation,
+            epoch=growth.epoch,
         )
 
     return facts

@@ -31,6 +31,8 @@ from kvxfer.worker.transfer_thread import TransferThread
 logger = logging.getLogger(__name__)
 
 ACK_TIMEOUT_S = 5.0
+REPEAT_S = 1.0
+"""Pause before an update is sent again to those that have not acknowledged it."""
 RETRY_S = 0.5
 """Pause after a growth that failed: memory may come back, and asking costs time and a log line."""
 
@@ -54,6 +56,8 @@ class CacheGrowth:
         self._trace = trace
         self._state = GrowthState.IDLE
         self._pending: Growth | None = None
+        self._update: RegionsUpdate | None = None
+        self._repeat_at_s = 0.0
         self._started_ns = 0
         self._deadline_s = 0.0
         self._retry_at_s = 0.0
@@ -62,6 +66,8 @@ class CacheGrowth:
         self.problem = ""
         """Why the newest growth failed; '' where it did not."""
         self.regions = RegionSet()
+        self.epoch = 0
+        """Counts revocations."""
         self.descriptions = [b""] * engine.size
         self.on_publish: Publish = lambda update: None
         self.on_settled: Callable[[], None] = lambda: None
@@ -86,6 +92,7 @@ class CacheGrowth:
     def withdraw(self, regions: Sequence[Region], descriptions: Sequence[bytes]) -> None:
         """`regions` are registered no more; `descriptions` are of those which are."""
         self.regions = self.regions.remove(regions)
+        self.epoch += 1
         self.descriptions = list(descriptions)
 
     def restore(self) -> None:
@@ -145,7 +152,15 @@ class CacheGrowth:
             registered_bytes=self.regions.total_bytes,
         )
         added = list(growth.regions)
-        self.on_publish(RegionsUpdate(self.regions.generation, added, list(growth.updates)))
+        told = list(growth.updates)
+        self._update = RegionsUpdate(self.regions.generation, added, told, self.epoch)
+        self._publish()
+
+    def _publish(self) -> None:
+        """To those that have not loaded it; again while it, or their word, may have been lost."""
+        assert self._update is not None
+        self._repeat_at_s = time.monotonic() + REPEAT_S
+        self.on_publish(self._update)
 
     def _usable(self, backed: Sequence[int]) -> list[int]:
         """Of the blocks that whole granules happen to back those that the budget pays for."""
@@ -167,6 +182,8 @@ class CacheGrowth:
             return
         late = laggards(self.regions.generation)
         if late and time.monotonic() < self._deadline_s:
+            if time.monotonic() >= self._repeat_at_s:
+                self._publish()
             return
         new_blocks = self._pending.extension.new_blocks
         self._pending = None

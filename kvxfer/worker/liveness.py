@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Callable, Iterable
 
 from kvxfer.control.channel import Channel
 from kvxfer.control.facts import WorkerFacts
-from kvxfer.control.messages import WIRE_VERSION, Heartbeat, Hello, Message
+from kvxfer.control.messages import (
+    WIRE_VERSION,
+    Heartbeat,
+    Hello,
+    Message,
+)
+from kvxfer.control.resync_messages import RegionsAt
 from kvxfer.control.session import MAX_RANKS, Peer, PeerState
 from kvxfer.errors import ControlError
 
 logger = logging.getLogger(__name__)
 
-HELLO_RETRY_S = 2.0
+HELLO_RETRY_S = 1.0
+HELLO_RETRY_MAX_S = 5.0
+HELLO_JITTER = 0.25
+"""Pauses between greetings double up to the maximum, each longer or shorter by up to this share, so
+that many who lost the same worker do not greet it at once."""
 CHOICE_TIMEOUT_S = 30.0
 """Longer than whoever leads the trials of lanes takes."""
 
@@ -33,6 +44,7 @@ class Liveness:
     def tick(
         self,
         peers: Iterable[Peer],
+        where: RegionsAt,
         send: Callable[[str, Message], object],
         lose: Callable[[str, str], None],
     ) -> None:
@@ -47,6 +59,8 @@ class Liveness:
             for peer in known:
                 if peer.is_met:
                     send(peer.key, Heartbeat())
+                    if peer.facts and peer.is_met:
+                        send(peer.key, where)
         for peer in known:
             if not peer.is_met and peer.key.startswith("out:"):
                 self._say_hello(peer, now)
@@ -60,7 +74,7 @@ class Liveness:
 
     def _say_hello(self, peer: Peer, now: float) -> None:
         """Greet, or greet again; nothing happens while there is no connection to send on."""
-        if now - peer.hello_sent_s < HELLO_RETRY_S:
+        if now - peer.hello_sent_s < peer.hello_pause_s:
             return
         try:
             self._channel.send(peer.key, Hello(WIRE_VERSION, self._facts(MAX_RANKS)))
@@ -69,3 +83,11 @@ class Liveness:
             return
         peer.state = PeerState.GREETING
         peer.hello_sent_s = now
+        peer.num_hellos += 1
+        peer.hello_pause_s = hello_pause(peer.num_hellos, random.random())
+
+
+def hello_pause(num_sent: int, chance: float) -> float:
+    """Seconds to wait for an answer to the last of so many greetings; `chance` is in [0, 1)."""
+    longest = min(HELLO_RETRY_MAX_S, HELLO_RETRY_S * 2.0 ** min(num_sent - 1, 16))
+    return longest * (1 + HELLO_JITTER * (2 * chance - 1))

@@ -6,19 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from kvxfer.control.cache_messages import RegionsRevoke
 from kvxfer.control.channel import Channel, Letter
-from kvxfer.control.messages import (
-    Goodbye,
-    Heartbeat,
-    Hello,
-    RegionsAck,
-    RegionsUpdate,
-    Reject,
-    Status,
-    StatusQuery,
-    Welcome,
-)
+from kvxfer.control.messages import Status, StatusQuery
 from kvxfer.errors import HandshakeRejected, KvxferError, WorkerDied
 from kvxfer.worker.growth import CacheGrowth
 from kvxfer.worker.mailbox import Mailbox
@@ -78,14 +67,7 @@ class ControlLoop:
         self._num_misplaced = 0
         self._num_wrong = 0
         self._handlers: dict[type, Handler] = {
-            Hello: peers.on_hello,
-            Welcome: peers.on_welcome,
-            Reject: peers.on_reject,
-            Heartbeat: lambda key, message: None,
-            Goodbye: peers.on_goodbye,
-            RegionsUpdate: peers.on_regions_update,
-            RegionsAck: peers.on_regions_ack,
-            RegionsRevoke: peers.on_regions_revoke,
+            **peers.handlers,
             StatusQuery: self._on_status_query,
             **residency.handlers,
             **role.handlers,

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvxfer.config import WorkerOptions
-from kvxfer.control.cache_messages import RegionsRevoke, RegionsRevoked
 from kvxfer.control.channel import Channel
 from kvxfer.control.facts import RankFacts, WorkerFacts
 from kvxfer.control.messages import (
@@ -20,16 +20,19 @@ from kvxfer.control.messages import (
     Hello,
     Message,
     RegionsAck,
-    RegionsUpdate,
     Reject,
     Welcome,
 )
+from kvxfer.control.resync_messages import HelloWanted, RegionsAt
 from kvxfer.control.session import Peer, PeerState, agree
 from kvxfer.errors import ControlError, HandshakeRejected, KvxferError, WireError, WorkerDied
 from kvxfer.transfer.lane_costs import LaneCosts
 from kvxfer.transfer.lanes import Lane
+from kvxfer.transfer.regions import RegionSet
 from kvxfer.worker.holders import Holders
+from kvxfer.worker.incarnations import Incarnations
 from kvxfer.worker.liveness import Liveness
+from kvxfer.worker.region_exchange import RegionExchange
 from kvxfer.worker.transfer_thread import TransferThread
 
 logger = logging.getLogger(__name__)
@@ -50,8 +53,12 @@ class PeerTable:
         """`facts` are ours, with invitations for so many ranks of a peer."""
         self._channel = channel
         self._transfer = transfer
-        self._facts = facts
+        self.facts = facts
+        self.where: Callable[[], RegionsAt] = lambda: RegionsAt(0, 0)
+        """What is registered here."""
+        self._incarnations = Incarnations()
         self._liveness = Liveness(channel, facts, options.peer_timeout_s)
+        self._transfer_timeout_s = options.transfer_timeout_s
         self._tests_lanes = options.lane_test
         self._exit_on_loss = options.on_peer_loss == "exit"
         self._peers: dict[str, Peer] = {}
@@ -60,6 +67,15 @@ class PeerTable:
         self.on_ready: Callable[[Peer], None] = lambda peer: None
         self.on_lost: Callable[[Peer, str], None] = lambda peer, reason: None
         self.holders = Holders()
+        self.exchange = RegionExchange(self)
+        self.handlers: dict[type, Callable[[str, Any], None]] = {
+            Hello: self.on_hello,
+            Welcome: self._on_welcome,
+            Reject: self._on_reject,
+            Goodbye: self._on_goodbye,
+            HelloWanted: self._on_hello_wanted,
+            **self.exchange.handlers,
+        }
         self.on_revoked: Callable[[Peer, list[int]], None] = lambda peer, lowest: None
         """A peer revoked regions, `lowest` their first block in each group: what touches them, or
         lies above, fails."""
@@ -105,20 +121,17 @@ class PeerTable:
         met = [p for p in self._peers.values() if p.is_met and p.facts]
         return [p.key for p in met if p.acked_generation < generation]
 
-    def publish(self, update: RegionsUpdate) -> None:
-        for peer in self._informed():
-            self.send(peer.key, update)
-
-    def revoke(self, revoke: RegionsRevoke) -> None:
-        self.holders.owing.clear()
-        for peer in self._informed():
-            self.holders.told(peer)
-            self.send(peer.key, revoke)
-
-    def _informed(self) -> list[Peer]:
+    def informed(self) -> list[Peer]:
         return [peer for peer in self._peers.values() if peer.knows_us]
 
     # --- messages -----------------------------------------------------------------------------
+
+    def answer_stranger(self, key: str, message: Message) -> None:
+        """To somebody that we do not know: no peer is lost if it does not get there."""
+        try:
+            self._channel.send(key, message)
+        except ControlError as error:
+            logger.debug("no answer to %s: %s", key, error)
 
     def heard(self, key: str) -> None:
         if key in self._peers:
@@ -129,7 +142,7 @@ class PeerTable:
             self._reject(key, HandshakeRejected("wire_version", WIRE_VERSION, hello.wire_version))
         elif hello.facts is None:
             self._peers[key] = Peer(key, time.monotonic(), PeerState.READY)
-            self.send(key, Welcome(WIRE_VERSION, self._facts(0), ""))
+            self.send(key, Welcome(WIRE_VERSION, self.facts(0), ""))
         else:
             self._greet(key, hello.facts)
 
@@ -137,21 +150,24 @@ class PeerTable:
         """Idempotent: a Hello that is repeated is answered again."""
         peer = self._peers.get(key) or Peer(key, time.monotonic())
         try:
-            peer.learn(facts, agree(self._facts(0), facts))
+            self._incarnations.check(facts)
+            peer.learn(facts, agree(self.facts(0), facts))
         except KvxferError as error:
             self._reject(key, error)
             return
-        self._replace_older(peer)
-        self.holders.met(facts)
         self._peers[key] = peer
+        self._replace_older(peer, facts)
         invited = len(facts.ranks)
-        self._load(peer, lambda: Welcome(WIRE_VERSION, self._facts(invited), str(peer.lane)))
+        self._load(peer, lambda: Welcome(WIRE_VERSION, self.facts(invited), str(peer.lane)))
 
-    def _replace_older(self, peer: Peer) -> None:
+    def _replace_older(self, peer: Peer, facts: WorkerFacts) -> None:
+        """Drop all that an older process of the same worker had, if this one is new."""
         for old in list(self._peers.values()):
-            if old.key != peer.key and old.facts and peer.facts and old.name == peer.name:
-                self.lose(old.key, "a new process of the same worker said Hello")
-                self.on_fenced(peer.name)
+            if old is not peer and old.facts and old.name == facts.worker_id:
+                self.lose(old.key, "a new process of the same worker is here")
+        self.holders.met(facts)
+        if self._incarnations.met(facts):
+            self.on_fenced(facts.worker_id)
 
     def _reject(self, key: str, error: KvxferError) -> None:
         logger.warning("refused %s: %s", key, error)
@@ -161,61 +177,56 @@ class PeerTable:
             reject = Reject("facts", "", str(error))
         self._channel.send(key, reject)
 
-    def on_welcome(self, key: str, welcome: Welcome) -> None:
+    def _on_welcome(self, key: str, welcome: Welcome) -> None:
         peer = self._peers.get(key)
         if peer is None or not key.startswith("out:"):
             raise WireError(f"Welcome from {key}, whom nobody greeted")
-        if peer.is_met:
-            return  # the answer to a Hello that was repeated
         if welcome.wire_version != WIRE_VERSION:
             raise HandshakeRejected("wire_version", WIRE_VERSION, welcome.wire_version)
-        lanes = agree(self._facts(0), welcome.facts)
+        facts = welcome.facts
+        if self._incarnations.is_over(facts):
+            return  # under way since before the one that we know was started
+        self._check_unique(peer, facts)
+        if peer.is_met and peer.facts and peer.facts.incarnation == facts.incarnation:
+            return  # the answer to a Hello that was repeated
+        lanes = agree(self.facts(0), facts)
         if welcome.lane != str(lanes[0]):
             raise HandshakeRejected("lane", lanes[0], welcome.lane)
-        restarted = peer.facts and peer.facts.incarnation != welcome.facts.incarnation
-        peer.learn(welcome.facts, lanes)
-        self.holders.met(welcome.facts)
-        if restarted:
-            self.on_fenced(peer.name)
+        if peer.is_met:
+            self.lose(key, "a new process answers")
+        peer.state = PeerState.GREETING
+        peer.learn(facts, lanes)
+        self._replace_older(peer, facts)
         self._load(peer, None)
 
-    def on_reject(self, key: str, reject: Reject) -> None:
+    def _check_unique(self, peer: Peer, facts: WorkerFacts) -> None:
+        """Raises WireError where somebody else of the same id is met: which of them is the newer
+        one shows once the other has gone."""
+        for other in self._peers.values():
+            if other is not peer and other.is_met and other.name == facts.worker_id:
+                raise WireError(f"{peer.key}: worker_id {facts.worker_id!r} is {other.key}'s")
+
+    def _on_reject(self, key: str, reject: Reject) -> None:
         """Whom we dialled will not have us: nothing that waiting could mend."""
         if key.startswith("out:"):
             raise HandshakeRejected(reject.field, reject.ours, reject.theirs)
         raise WireError(f"Reject from {key}, whom nobody greeted")
 
-    def on_goodbye(self, key: str, goodbye: Goodbye) -> None:
+    def _on_goodbye(self, key: str, goodbye: Goodbye) -> None:
         self.lose(key, f"it left: {goodbye.reason}", left=True)
 
-    def on_regions_update(self, key: str, update: RegionsUpdate) -> None:
+    def _on_hello_wanted(self, key: str, wanted: HelloWanted) -> None:
+        """Whom we dialled restarted or lost us. Nothing to do where we are greeting it anyway."""
         peer = self._peers.get(key)
-        if peer is None or peer.facts is None or peer.state is PeerState.GONE:
-            raise WireError(f"RegionsUpdate from {key}, who said no Hello")
-        ranks = peer.described(update.descriptions)
-        peer.grow(update)
-        self._connect(peer, ranks, lambda: self._ack(peer, update.generation))
-
-    def on_regions_ack(self, key: str, ack: RegionsAck) -> None:
-        peer = self._peers.get(key)
-        if peer is not None:
-            peer.acked_generation = max(peer.acked_generation, ack.generation)
-
-    def on_regions_revoke(self, key: str, revoke: RegionsRevoke) -> None:
-        peer = self._peers.get(key)
-        if peer is None or peer.facts is None or peer.state is PeerState.GONE:
-            raise WireError(f"RegionsRevoke from {key}, who said no Hello")
-        ranks = peer.described(revoke.descriptions)
-        self.on_revoked(peer, peer.drop(revoke))
-        revoked = RegionsRevoked(revoke.epoch)
-        self._connect(peer, ranks, lambda: self.send(key, revoked), renew=True)
+        if peer is not None and peer.is_met and key.startswith("out:"):
+            self.lose(key, "it does not know us any more")
 
     # --- life cycle ---------------------------------------------------------------------------
 
     def _load(self, peer: Peer, answer: Callable[[], Message] | None) -> None:
         """Give all of the peer's regions to the connector; then it is ready."""
         assert peer.facts is not None
-        generation = peer.facts.generation
+        at = peer.epoch, peer.regions.generation
 
         def loaded() -> None:
             newly = not peer.is_met
@@ -225,13 +236,14 @@ class PeerTable:
             peer.last_seen_s = time.monotonic()
             if answer is not None and not self.send(peer.key, answer()):
                 return
-            self._ack(peer, generation)
+            peer.loaded = max(peer.loaded, at)
+            self.send(peer.key, RegionsAck(peer.loaded[1]))
             if newly and peer.facts and peer.facts.tests_lanes and self._tests_lanes:
                 self.on_met(peer)
             elif newly and peer.lane:
                 self.settle(peer, peer.lane, 0.0)
 
-        self._connect(peer, peer.facts.ranks, loaded)
+        self.connect(peer, peer.facts.ranks, loaded)
 
     def settle(self, peer: Peer, lane: Lane, gbps: float, costs: LaneCosts | None = None) -> None:
         """KV flows between `peer` and us by `lane` from now on, or by others of its direction."""
@@ -240,27 +252,30 @@ class PeerTable:
         peer.lane, peer.lane_gbps, peer.lane_costs = lane, gbps, dict(costs or {})
         if peer.state is PeerState.MET:
             peer.state = PeerState.READY
+            peer.num_hellos = 0
             logger.info("peer %s is ready, lane: %s", peer.name, lane)
             self.on_ready(peer)
 
-    def _connect(
+    def connect(
         self, peer: Peer, ranks: Ranks, loaded: Callable[[], object], renew: bool = False
     ) -> None:
-        key = peer.key
+        """Have the connectors learn it; `loaded` unless it is lost before."""
+        key, session = peer.key, peer.session
+
+        def is_on() -> bool:
+            return self._peers.get(key) is peer and peer.session == session
 
         def done(reached: frozenset[str]) -> None:
-            if self._peers.get(key) is peer and peer.state is not PeerState.GONE:
+            if is_on():
                 peer.reached = reached
                 loaded()
 
         def failed(error: KvxferError) -> None:
-            self.lose(key, str(error))
+            if is_on():
+                self.lose(key, str(error))
 
         learn = self._transfer.renew if renew else self._transfer.connect
         learn(key, ranks, done, failed)
-
-    def _ack(self, peer: Peer, generation: int) -> None:
-        self.send(peer.key, RegionsAck(generation))
 
     def lose(self, key: str, reason: str, left: bool = False) -> None:
         """Fence a peer off. Its state is GONE when `on_lost` is called.
@@ -276,17 +291,23 @@ class PeerTable:
             peer.hello_sent_s = 0.0  # greet again at once; after a failed greeting, in a while
         peer.state = PeerState.GONE
         peer.acked_generation = 0
+        peer.loaded, peer.epoch, peer.regions = (0, 0), 0, RegionSet()
+        peer.session += 1
         if peer.facts is not None:
             logger.warning("peer %s is lost: %s", peer.name, reason)
             self._transfer.disconnect(key, lambda error: logger.warning("%s", error))
         if not key.startswith("out:"):
             del self._peers[key]
+            if peer.facts is not None and not left:  # should it live, it need not wait for silence
+                self.answer_stranger(key, HelloWanted())
         self.on_lost(peer, reason)
         if self._exit_on_loss and peer.facts is not None and not left:
             raise WorkerDied(f"peer {peer.name} is lost: {reason}")
 
     def tick(self) -> None:
-        self._liveness.tick(self._peers.values(), self.send, self.lose)
+        for key in self._transfer.progress.stalled(self._transfer_timeout_s):
+            self.lose(key, f"no transfer made progress for {self._transfer_timeout_s:g} s")
+        self._liveness.tick(self._peers.values(), self.where(), self.send, self.lose)
 
     def farewell(self, reason: str) -> None:
         """Tell everybody that this worker leaves."""

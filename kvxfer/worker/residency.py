@@ -41,7 +41,7 @@ from kvxfer.errors import BlocksInUse, KvxferError
 from kvxfer.telemetry.trace import Trace
 from kvxfer.worker.cache_task import Answer, CacheTask
 from kvxfer.worker.engine import Engine
-from kvxfer.worker.growth import CacheGrowth
+from kvxfer.worker.growth import REPEAT_S, CacheGrowth
 from kvxfer.worker.peers import PeerTable
 from kvxfer.worker.ranked_transfer import NOT_RANKED
 from kvxfer.worker.retired import Retired
@@ -82,9 +82,9 @@ class Residency:
         self._task: CacheTask | None = None
         self.retired = Retired(engine.cache, transfer, peers.holders)
         self._ack_deadline_s = 0.0
+        self._revocation: RegionsRevoke | None = None
+        self._repeat_at_s = 0.0
         self.state = ResidencyState.AWAKE
-        self.epoch = 0
-        """Counts revocations."""
         self.handlers: dict[type, Callable[[str, Any], None]] = {
             Shrink: lambda key, m: self.shrink(m.num_blocks, m.timeout_s, self._teller(key)),
             Sleep: lambda key, m: self.sleep(m.timeout_s, self._teller(key)),
@@ -92,6 +92,11 @@ class Residency:
             Defragment: lambda key, m: self.defragment(m.timeout_s, self._teller(key)),
             RegionsRevoked: self._on_revoked,
         }
+
+    @property
+    def epoch(self) -> int:
+        """Counts revocations."""
+        return self._growth.epoch
 
     @property
     def refusal(self) -> str:
@@ -214,9 +219,10 @@ class Residency:
     def _revoke(self, task: CacheTask, descriptions: list[bytes]) -> None:
         self._engine.pools.lower(task.limits)
         self._growth.withdraw(task.regions, descriptions)
-        self.epoch += 1
-        self._ack_deadline_s = time.monotonic() + ACK_TIMEOUT_S
-        self._peers.revoke(RegionsRevoke(self.epoch, list(task.regions), descriptions))
+        now = time.monotonic()
+        self._ack_deadline_s, self._repeat_at_s = now + ACK_TIMEOUT_S, now + REPEAT_S
+        self._revocation = RegionsRevoke(self.epoch, list(task.regions), descriptions)
+        self._peers.exchange.revoke(self._revocation)
 
     def _on_revoked(self, key: str, revoked: RegionsRevoked) -> None:
         peer = self._peers.get(key)
@@ -226,6 +232,10 @@ class Residency:
     def _await_peers(self, task: CacheTask) -> None:
         owing = self._peers.holders.owing
         if owing and time.monotonic() < self._ack_deadline_s:
+            if time.monotonic() >= self._repeat_at_s:  # it, or the answer, may have been lost
+                assert self._revocation is not None
+                self._repeat_at_s = time.monotonic() + REPEAT_S
+                self._peers.exchange.repeat(self._revocation)
             return
         self.state = ResidencyState.RELEASING
         for key in list(owing):

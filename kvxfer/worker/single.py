@@ -33,6 +33,9 @@ class _Answer:
     kv_digests: list[str]
 
 
+_NOTHING = _Answer([], [])
+
+
 def generate(
     runner: Runner,
     cache: KVCache,
@@ -73,7 +76,7 @@ class SingleWorker:
 
     def _on_generate(self, key: str, request: Generate) -> None:
         if self._parts.residency.refusal:
-            self._finish(key, request, "error", self._parts.residency.refusal, [])
+            self._finish(key, request, "error", self._parts.residency.refusal)
             return
         self._waiting.append((key, request))
         self._pump()
@@ -88,7 +91,7 @@ class SingleWorker:
         needed = blocks_needed(engine.specs, *lengths, chunk)
         if problem := engine.why_too_long(*lengths):
             self._waiting.popleft()
-            self._finish(key, request, "error", problem, [])
+            self._finish(key, request, "error", problem)
         elif not engine.pools.can_allocate(needed):
             self._parts.growth.request_for(needed)
         else:
@@ -107,7 +110,7 @@ class SingleWorker:
     ) -> None:
         self._is_busy = False
         self._parts.engine.pools.free(blocks)
-        self._finish(key, request, "error", str(error), [])
+        self._finish(key, request, "error", str(error))
         self._pump()
 
     def _answered(
@@ -118,13 +121,14 @@ class SingleWorker:
         for index, token in enumerate(answer.tokens):
             self._parts.peers.send(key, Token(request.request_id, index, token))
         stopped = answer.tokens[-1] in request.stop_token_ids
-        self._finish(key, request, "stop" if stopped else "length", "", answer.kv_digests)
+        self._finish(key, request, "stop" if stopped else "length", "", answer)
         self._pump()
 
     def _finish(
-        self, key: str, request: Generate, reason: str, error: str, digests: list[str]
+        self, key: str, request: Generate, reason: str, error: str, answer: _Answer = _NOTHING
     ) -> None:
-        finished = Finished(request.request_id, reason, error, 0, TransferStats(), digests)
+        digests, count = answer.kv_digests, len(answer.tokens)
+        finished = Finished(request.request_id, reason, error, 0, TransferStats(), digests, count)
         self._parts.peers.send(key, finished)
 
     def tick(self) -> None:

@@ -15,6 +15,7 @@ from kvxfer.transfer.plan import TransferPlan
 from kvxfer.transfer.rank_plans import RankMove
 from kvxfer.transfer.regions import Region
 from kvxfer.worker.mailbox import Mailbox
+from kvxfer.worker.progress import Progress
 from kvxfer.worker.rank_transfer import Growth, WorkerTransfer
 from kvxfer.worker.work_thread import Job, Report, WorkThread
 
@@ -84,6 +85,8 @@ class TransferThread(WorkThread):
         self._renewals: dict[str, list[Job]] = {}
         """Peers that are to be learnt afresh: that, and the moves that wait for it, in order."""
         self._awaited: list[tuple[Callable[[], bool], Callable[[], None]]] = []
+        self.progress = Progress()
+        """The control thread's."""
         self._is_polling = True
         self.is_closed = False
         self.serving = False
@@ -109,7 +112,13 @@ class TransferThread(WorkThread):
     ) -> None:
         """Submit `moves`; `ended` is called exactly once, when all of them have ended or could not
         be submitted: an error in one is the error of all."""
-        flight = _Flight(peer, moves, now_ns(), ended)
+        token = self.progress.began(peer)
+
+        def landed(movement: Movement) -> None:
+            self.progress.ended(peer, token)
+            ended(movement)
+
+        flight = _Flight(peer, moves, now_ns(), landed)
 
         def run() -> None:
             flight.start_ns = now_ns()
@@ -120,11 +129,11 @@ class TransferThread(WorkThread):
                     flight.num_under_way += 1
                     self._flights[one.ticket] = flight
             if not flight.num_under_way:
-                self.report(partial(ended, flight.landed()))
+                self.report(partial(landed, flight.landed()))
 
         def failed(error: KvxferError) -> None:
             flight.error = str(error)
-            ended(flight.landed())
+            landed(flight.landed())
 
         self._in_turn(peer, Job(run, _ignore, failed))
 
@@ -165,6 +174,8 @@ class TransferThread(WorkThread):
         self.submit(lambda: self._renewals.setdefault(peer, []).append(renewal), _ignore, failed)
 
     def disconnect(self, peer: str, failed: Callable[[KvxferError], None]) -> None:
+        self.progress.forget(peer)
+
         def run() -> None:
             for job in self._renewals.pop(peer, []):
                 self.report(partial(job.failed, ConnectorError(f"peer {peer} was disconnected")))

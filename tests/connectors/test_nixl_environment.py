@@ -108,3 +108,26 @@ def test_nixl_imported_before_us_is_warned_of() -> None:
     assert value == "y"
     (line,) = lines
     assert line.startswith("the module nixl was loaded before kvxfer")
+
+
+def test_a_cut_link_is_noticed_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX's own defaults never notice one; these are set before the first agent is made."""
+    names = ("UCX_TCP_USER_TIMEOUT", "UCX_TCP_KEEPIDLE", "UCX_TCP_KEEPINTVL", "UCX_TCP_KEEPCNT")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that what is set below goes when the test ends
+        monkeypatch.delenv(name)
+    prepare_environment()
+    user, idle, interval = (float(os.environ[name].removesuffix("s")) for name in names[:3])
+    assert 2 < user <= 10, "a blip of 1.5 s is survived"
+    assert idle + interval * int(os.environ[names[3]]) <= 10
+    loads = "import connectors.nixl_api as api, os; api.load_nixl(); "
+    tells = f"print([os.environ.get(name) for name in {names}])"
+    environ = {key: value for key, value in os.environ.items() if key not in names}
+    done = subprocess.run(
+        [sys.executable, "-c", loads + tells],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == str([os.environ[name] for name in names]), done.stderr

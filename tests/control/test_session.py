@@ -51,6 +51,7 @@ def make_facts(role, layout="LBHNC", capacity=16, spec=None, more=(), **changes)
         device_id="",
         regions=[Region(0, 4096)],
         generation=1,
+        epoch=0,
     )
     return msgspec.structs.replace(facts, **changes)
 
@@ -127,7 +128,7 @@ def peer():
 
 
 def update(generation, *regions):
-    return RegionsUpdate(generation, list(regions), [b""])
+    return RegionsUpdate(generation, list(regions), [b""], 0)
 
 
 def test_updates_add_up_one_generation_after_the_other(peer):

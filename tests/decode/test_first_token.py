@@ -1,5 +1,6 @@
 """The first token is told as soon as prefill has it, once, and is no proof of any KV."""
 
+import msgspec
 import pytest
 from support.prefill_wire import (
     FIRST,
@@ -61,35 +62,57 @@ def test_a_token_outside_the_vocabulary_costs_the_peer(cluster, lane, token):
 
 
 @pytest.mark.parametrize("lane", LANES)
-def test_a_second_first_token_costs_the_peer(cluster, lane):
+def test_it_may_be_told_twice_and_is_passed_on_once(cluster, lane):
     wire, decode = meet(cluster, lane)
     sent, asked = granted(cluster, wire, decode)
     wire.send(first_token(asked))
+    cluster.turn_for(0.03)
+    assert sent.completion.output == [FIRST]
+    assert len(decode.peers.ready()) == 1
+    cluster.router.cancel(sent.completion)
+    settle_all(cluster, wire)
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_another_first_token_costs_the_peer(cluster, lane):
+    wire, decode = meet(cluster, lane)
+    sent, asked = granted(cluster, wire, decode)
+    wire.send(first_token(asked, FIRST + 1))
     cluster.finish(sent)
     assert sent.finished.reason == "error"
     check_never_counted(sent, decode)
     settle_all(cluster, wire)
 
 
-def test_kv_that_is_proved_without_it_never_counts(cluster):
-    wire, decode = meet(cluster, "push")
+@pytest.mark.parametrize("lane", LANES)
+def test_where_it_was_lost_the_end_of_the_hand_over_tells_it(cluster, lane):
+    wire, decode = meet(cluster, lane)
     sent, asked = ask(cluster, wire, decode)
-    wire.send(done(asked))
+    if lane == "push":
+        wire.send(done(asked))
+    else:
+        wire.send(ready(asked))
+        cluster.until(lambda: bool(wire.of(Taken)))
+        wire.send(confirmed(asked))
     cluster.finish(sent)
-    assert sent.finished.reason == "error"
-    assert (sent.completion.output, decode.runner.batch_sizes) == ([], [])
+    assert (sent.finished.reason, sent.completion.output[0]) == ("length", FIRST)
+    wire.send(first_token(asked))
     settle_all(cluster, wire)
 
 
-def test_kv_that_is_confirmed_without_it_never_counts(cluster):
-    wire, decode = meet(cluster, "pull")
-    sent, asked = ask(cluster, wire, decode)
-    wire.send(ready(asked))
-    cluster.until(lambda: bool(wire.of(Taken)))
-    wire.send(confirmed(asked))
+@pytest.mark.parametrize("lane", LANES)
+def test_an_end_of_the_hand_over_that_tells_another_never_counts(cluster, lane):
+    wire, decode = meet(cluster, lane)
+    sent, asked = granted(cluster, wire, decode)
+    if lane == "push":
+        wire.send(done(asked, first_token=FIRST + 1))
+    else:
+        wire.send(ready(asked))
+        cluster.until(lambda: bool(wire.of(Taken)))
+        wire.send(msgspec.structs.replace(confirmed(asked), first_token=FIRST + 1))
     cluster.finish(sent)
     assert sent.finished.reason == "error"
-    assert (sent.completion.output, decode.runner.batch_sizes) == ([], [])
+    check_never_counted(sent, decode)
     settle_all(cluster, wire)
 
 

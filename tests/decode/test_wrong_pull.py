@@ -14,54 +14,75 @@ from support.prefill_wire import (
 )
 
 from kvxfer.control.messages import Failed, Hello, Taken
+from kvxfer.control.resync_messages import GrantQuery
 
-OUT_OF_ORDER = {
-    "gap": [(4, 8, False)],
-    "again": [(0, 4, False), (0, 4, False)],
-    "overlap": [(0, 8, False), (4, 10, True)],
-    "empty": [(0, 0, False)],
-    "backwards": [(0, 8, False), (8, 4, False)],
-    "too far": [(0, NUM_TOKENS + 1, True)],
-    "negative": [(-4, 4, False)],
-    "after the final one": [(0, NUM_TOKENS, True), (0, NUM_TOKENS, True)],
+IMPOSSIBLE = {
+    "empty": (0, 0, [(0, 2)]),
+    "backwards": (8, 4, [(0, 2)]),
+    "too far": (0, NUM_TOKENS + 1, [(0, 2)]),
+    "negative": (-4, 4, [(0, 2)]),
+    "no layers": (0, 8, [(0, 0)]),
+    "too many layers": (0, 8, [(0, 3)]),
+    "layers backwards": (0, 8, [(0, -1)]),
+    "layers of no group": (0, 8, []),
+    "layers of two groups": (0, 8, [(0, 2), (0, 2)]),
 }
 
 
-@pytest.mark.parametrize("offers", OUT_OF_ORDER.values(), ids=OUT_OF_ORDER)
-def test_ready_out_of_order_fails_the_request(cluster, offers):
+@pytest.mark.parametrize("offer", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_an_impossible_ready_fails_the_request(cluster, offer):
     wire, decode = meet(cluster, "pull")
     sent, asked = granted(cluster, wire, decode)
-    for start, stop, final in offers:
-        wire.send(ready(asked, start, stop, final))
+    start, stop, layers = offer
+    wire.send(ready(asked, start, stop, False, layers=layers))
     cluster.finish(sent)
     assert sent.finished.reason == "error"
-    assert "does not follow" in sent.finished.error
+    assert "no part of the prompt" in sent.finished.error
     check_never_counted(sent, decode)
     settle_all(cluster, wire)
 
 
-WRONG_LAYERS = {
-    "a gap": [(0, 8, [(1, 2)])],
-    "again": [(0, 8, [(0, 1)]), (0, 8, [(0, 1)])],
-    "none": [(0, 8, [(0, 0)])],
-    "too many": [(0, 8, [(0, 3)])],
-    "backwards": [(0, 8, [(0, -1)])],
-    "of no group": [(0, 8, [])],
-    "of two groups": [(0, 8, [(0, 2), (0, 2)])],
-    "other tokens before the rest": [(0, 8, [(0, 1)]), (0, 4, [(1, 2)])],
-    "next tokens before the rest": [(0, 8, [(0, 1)]), (8, 10, [(0, 2)])],
+ALL, FIRST_LAYER, LAST_LAYER = [(0, 2)], [(0, 1)], [(1, 2)]
+SKIPPING = {
+    "tokens": ([], (4, 8, ALL)),
+    "overlap": ([(0, 8, ALL)], (4, 10, ALL)),
+    "layers": ([], (0, 8, LAST_LAYER)),
+    "other tokens before the rest": ([(0, 8, FIRST_LAYER)], (0, 4, LAST_LAYER)),
+    "next tokens before the rest": ([(0, 8, FIRST_LAYER)], (8, 10, ALL)),
 }
 
 
-@pytest.mark.parametrize("offers", WRONG_LAYERS.values(), ids=WRONG_LAYERS)
-def test_layers_out_of_order_fail_the_request(cluster, offers):
+@pytest.mark.parametrize("before, offer", SKIPPING.values(), ids=SKIPPING)
+def test_what_was_skipped_is_asked_for_and_nothing_after_it_is_read(cluster, before, offer):
     wire, decode = meet(cluster, "pull")
     sent, asked = granted(cluster, wire, decode)
-    for start, stop, layers in offers:
+    for start, stop, layers in [*before, offer]:
         wire.send(ready(asked, start, stop, False, layers=layers))
+    cluster.until(lambda: bool(wire.of(GrantQuery)))
+    assert decode.connector.num_submitted == len(before)
+    query = wire.of(GrantQuery)[0]
+    start, first = query.tokens_read, query.layers_read or [0]
+    if first[0]:
+        wire.send(ready(asked, start, query.stretch_end, False, layers=[(first[0], 2)]))
+        start = query.stretch_end
+    wire.send(ready(asked, start, NUM_TOKENS))
+    cluster.until(lambda: bool(wire.of(Taken)))
+    wire.send(confirmed(asked))
     cluster.finish(sent)
-    assert "does not follow" in sent.finished.error
-    check_never_counted(sent, decode)
+    assert sent.finished.error == ""
+    settle_all(cluster, wire)
+
+
+@pytest.mark.parametrize("layers", [ALL, FIRST_LAYER], ids=["whole", "layer"])
+def test_what_was_offered_before_is_not_read_again(cluster, layers):
+    wire, decode = meet(cluster, "pull")
+    sent, asked = granted(cluster, wire, decode)
+    for _ in range(3):
+        wire.send(ready(asked, 0, 8, False, layers=layers))
+    cluster.until(lambda: decode.connector.num_submitted == 1)
+    cluster.turn_for(0.03)
+    assert decode.connector.num_submitted == 1
+    cluster.router.cancel(sent.completion)
     settle_all(cluster, wire)
 
 
@@ -172,10 +193,8 @@ def test_a_confirmation_under_another_lease_is_not_ours(cluster):
 
 @pytest.mark.parametrize("late", [ready, confirmed, done])
 @pytest.mark.parametrize("verify_held", [True, False], ids=["digesting", "running"])
-def test_word_of_a_hand_over_that_is_over_costs_the_peer_and_not_the_request(
-    cluster, late, verify_held
-):
-    """The request decodes on, undisturbed, from blocks that stay its own."""
+def test_word_of_a_hand_over_that_is_over_changes_nothing(cluster, late, verify_held):
+    """It may have been said twice, or have come late."""
     wire, decode = meet(cluster, "pull")
     sent, asked = granted(cluster, wire, decode, max_new_tokens=12)
     wire.send(ready(asked))
@@ -185,9 +204,10 @@ def test_word_of_a_hand_over_that_is_over_costs_the_peer_and_not_the_request(
     wire.send(confirmed(asked))
     cluster.until(lambda: len(sent.completion.output) >= (1 if verify_held else 2))
     wire.send(late(asked))
-    cluster.until(lambda: not decode.peers.ready() or sent.finished is not None)
+    cluster.turn_for(0.03)
     decode.runner.release()
     cluster.finish(sent)
     assert (sent.finished.reason, sent.finished.error) == ("length", "")
     assert len(sent.completion.output) == 12
+    assert len(decode.peers.ready()) == 1
     settle_all(cluster, wire)

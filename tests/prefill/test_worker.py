@@ -91,8 +91,9 @@ def test_pull_offers_chunks_in_order_and_confirms_what_was_taken(cluster):
     assert prefill.pools.counts().used == 5, "the lease holds until it is taken"
     wire.send(Taken(name, grant))
     cluster.until(lambda: bool(wire.of(Confirmed)))
-    assert wire.of(Confirmed)[0] == Confirmed(name, grant, None)
-    assert wire.of(FirstToken) == [FirstToken(name, grant, check_arrived(wire))]
+    first = check_arrived(wire)
+    assert wire.of(Confirmed)[0] == Confirmed(name, grant, first, None)
+    assert wire.of(FirstToken) == [FirstToken(name, grant, first)]
     settled(cluster, prefill)
 
 

@@ -17,7 +17,8 @@ from support.workers import Worker
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.control.auth import Keys
 from kvxfer.control.messages import Finished
-from kvxfer.serve.router import Completion, Router
+from kvxfer.serve.completion import Completion
+from kvxfer.serve.router import Router
 
 DEADLINE_S = 12.0
 

@@ -73,6 +73,7 @@ def done(asked: PrefillRequest, **changes: Any) -> Done:
         "num_tokens": NUM_TOKENS,
         "num_layers": LAYERS,
         "num_ranks": 1,
+        "first_token": FIRST,
         "transfer": TransferStats(),
         "digest": None,
     }
@@ -93,7 +94,7 @@ def ready(
 
 
 def confirmed(asked: PrefillRequest, lease_id: str = "") -> Confirmed:
-    return Confirmed(asked.request_id, lease_id or asked.grant.grant_id, None)
+    return Confirmed(asked.request_id, lease_id or asked.grant.grant_id, FIRST, None)
 
 
 def settle_all(cluster: Cluster, wire: WirePeer) -> None:

@@ -74,6 +74,7 @@ class WirePeer:
             "tests_lanes": self.options.lane_test,
             "regions": regions,
             "generation": self.regions.generation,
+            "epoch": 0,
         }
         return WorkerFacts(**known | changes)
 

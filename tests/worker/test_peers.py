@@ -147,7 +147,7 @@ def test_a_peer_that_is_gone_is_not_believed(cluster):
     wire.send(wire.hello())
     cluster.until(answers(wire, "Welcome"))
     prefill.peers.lose(prefill.peers.ready()[0].key, "the test says so")
-    wire.send(RegionsUpdate(2, [], [wire.connector.describe([])]))
+    wire.send(RegionsUpdate(2, [], [wire.connector.describe([])], 0))
     cluster.turn_for(0.05)
     assert prefill.peers.ready() == []
     assert prefill.peers.get("out:nobody") is None
@@ -185,7 +185,7 @@ def test_messages_for_others_and_from_strangers_are_dropped(cluster):
         Cancel("x"),
         Goodbye("who?"),
         RegionsAck(7),
-        RegionsUpdate(1, [], [b""]),
+        RegionsUpdate(1, [], [b""], 0),
         Reject("model", "a", "b"),
         wire.welcome("push"),
     ):

@@ -18,6 +18,7 @@ from kvxfer.control.cache_messages import (
     WakeUp,
 )
 from kvxfer.control.messages import Hello, RegionsUpdate
+from kvxfer.control.resync_messages import RegionsQuery, RegionsState
 from kvxfer.errors import DriverError
 from kvxfer.telemetry.trace import read_trace
 from kvxfer.transfer.regions import Region
@@ -586,14 +587,20 @@ def test_a_read_of_what_was_revoked_proves_nothing(cluster):
     settle_all(cluster, wire)
 
 
-def test_a_revocation_of_what_a_peer_does_not_have_costs_its_session(cluster):
+def test_a_revocation_of_what_a_peer_does_not_know_makes_it_ask(cluster):
+    """An update or a revocation before it was lost."""
     wire, decode = meet_prefill(cluster, "push", **ELASTIC, on_peer_loss="wait")
-    lost = []
-    decode.peers.on_lost = lambda peer, reason: lost.append(reason)
     wire.send(RegionsRevoke(1, [Region(0, 64)], [b""]))
-    cluster.until(lambda: bool(lost))
-    assert "is not registered" in lost[0]
+    cluster.until(lambda: bool(wire.of(RegionsQuery)))
     assert wire.of(RegionsRevoked) == []
+    left = list(wire.regions.regions)[:1]
+    wire.send(RegionsState(1, 2, left, [wire.connector.describe(left)]))
+    cluster.until(lambda: bool(wire.of(RegionsRevoked)))
+    (peer,) = decode.peers.ready()
+    assert (peer.epoch, peer.regions.generation, list(peer.regions.regions)) == (1, 2, left)
+    wire.send(RegionsRevoke(1, [Region(0, 64)], [b""]))
+    cluster.until(lambda: len(wire.of(RegionsRevoked)) == 2)
+    assert decode.peers.ready() == [peer]
 
 
 # --- everything at once ---------------------------------------------------------------------------

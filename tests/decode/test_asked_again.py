@@ -1,0 +1,151 @@
+"""A word between decode and prefill that is lost costs some time, and nothing else."""
+
+import pytest
+from support.prefill_wire import confirmed, done, granted, meet, ready, settle_all
+
+from decode import schedule
+from kvxfer.control.channel import Channel
+from kvxfer.control.messages import (
+    Abort,
+    Aborted,
+    Confirmed,
+    Done,
+    FirstToken,
+    PrefillRequest,
+    Ready,
+    Taken,
+)
+from kvxfer.control.resync_messages import GrantQuery, GrantUnknown
+
+both_lanes = pytest.mark.parametrize("lane", ["push", "pull"])
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(schedule, "ASK_PAUSE_S", 0.1)
+    monkeypatch.setattr(schedule, "ASK_PAUSE_MAX_S", 0.2)
+
+
+@pytest.fixture
+def losing(monkeypatch):
+    """Call with types: the first message of each, or as many as told, never arrives."""
+    left = {}
+    original = Channel.send
+
+    def send(self, peer, message):
+        if left.get(type(message), 0):
+            left[type(message)] -= 1
+            return
+        original(self, peer, message)
+
+    monkeypatch.setattr(Channel, "send", send)
+
+    def lose(*kinds, count=1):
+        left.update(dict.fromkeys(kinds, count))
+        return left
+
+    return lose
+
+
+LOST = [
+    ("push", PrefillRequest),
+    ("push", FirstToken),
+    ("push", Done),
+    ("pull", PrefillRequest),
+    ("pull", FirstToken),
+    ("pull", Ready),
+    ("pull", Taken),
+    ("pull", Confirmed),
+]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("lane, kind", LOST, ids=lambda one: getattr(one, "__name__", one))
+def test_a_lost_message_of_a_hand_over_is_made_up_for(cluster, losing, lane, kind, count):
+    _, decode = cluster.pair(lane)
+    left = losing(kind, count=count)
+    sent = cluster.send(decode, num_tokens=19)
+    cluster.finish(sent)
+    sent.check_equal()
+    more = cluster.send(decode)
+    cluster.finish(more)
+    more.check_equal()
+    assert left[kind] == 0 or kind in (FirstToken, Taken, Confirmed, Done)
+    cluster.until_idle()
+
+
+@pytest.mark.parametrize("lane, kind", LOST, ids=lambda one: getattr(one, "__name__", one))
+def test_a_message_that_comes_twice_changes_nothing(cluster, monkeypatch, lane, kind):
+    original = Channel.send
+
+    def send(self, peer, message):
+        original(self, peer, message)
+        if isinstance(message, kind):
+            original(self, peer, message)
+
+    monkeypatch.setattr(Channel, "send", send)
+    prefill, decode = cluster.pair(lane, prefill={"kv_stream_bytes": 1})
+    sent = [cluster.send(decode, num_tokens=n) for n in (3, 19)]
+    cluster.finish(*sent)
+    for one in sent:
+        one.check_equal()
+    cluster.until_idle()
+    assert len(prefill.peers.ready()) == len(decode.peers.ready()) == 1
+
+
+@both_lanes
+@pytest.mark.parametrize("kind", [Abort, Aborted])
+def test_a_lost_end_of_what_was_given_up_is_made_up_for(cluster, losing, lane, kind):
+    prefill, decode = cluster.pair(lane)
+    prefill.runner.hold()
+    sent = cluster.send(decode, num_tokens=17)
+    cluster.until(lambda: prefill.role.status()["jobs"] == 1)
+    losing(kind)
+    cluster.router.cancel(sent.completion)
+    cluster.finish(sent)
+    prefill.runner.release()
+    if lane == "push":
+        cluster.until_idle()
+        return
+    cluster.until(lambda: decode.is_idle())  # nobody else writes: prefill's deadline ends its side
+
+
+def test_silence_is_asked_about_later_and_later(cluster):
+    wire, decode = meet(cluster, "push")
+    sent, asked = granted(cluster, wire, decode)
+    cluster.turn_for(0.75)
+    assert 3 <= len(wire.of(GrantQuery)) <= 5
+    query = wire.of(GrantQuery)[0]
+    assert (query.request_id, query.grant_id) == (asked.request_id, asked.grant.grant_id)
+    wire.send(done(asked))
+    cluster.finish(sent)
+    asked_before = len(wire.of(GrantQuery))
+    cluster.turn_for(0.3)
+    assert len(wire.of(GrantQuery)) == asked_before
+    settle_all(cluster, wire)
+
+
+def test_taken_is_said_again_until_it_is_confirmed(cluster):
+    wire, decode = meet(cluster, "pull")
+    sent, asked = granted(cluster, wire, decode)
+    wire.send(ready(asked))
+    cluster.until(lambda: len(wire.of(Taken)) == 3)
+    wire.send(confirmed(asked))
+    cluster.finish(sent)
+    settle_all(cluster, wire)
+
+
+def test_a_grant_that_prefill_never_heard_of_is_told_again_as_it_was(cluster):
+    wire, decode = meet(cluster, "push")
+    sent, asked = granted(cluster, wire, decode)
+    wire.send(GrantUnknown(asked.request_id, asked.grant.grant_id))
+    cluster.until(lambda: len(wire.of(PrefillRequest)) == 2)
+    again = wire.of(PrefillRequest)[1]
+    assert again.grant.grant_id == asked.grant.grant_id
+    assert again.grant.blocks == asked.grant.blocks
+    assert again.grant.timeout_s <= asked.grant.timeout_s
+    wire.send(GrantUnknown(asked.request_id, "0" * 16))
+    cluster.turn_for(0.03)
+    assert len(wire.of(PrefillRequest)) == 2
+    cluster.router.cancel(sent.completion)
+    settle_all(cluster, wire)
