@@ -249,6 +249,8 @@ class PrefillWorker:
             self._end(job)
 
     def _end(self, job: PrefillJob) -> None:
+        if job.state is JobState.ENDED:
+            return  # its last word could not be sent, so that its peer was lost, and it with it
         job.state = JobState.ENDED
         del self._jobs[job.key]
         if job.blocks:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
@@ -13,8 +12,7 @@ import decode.lane_trials
 import decode.schedule
 import prefill.schedule
 from kvxfer.control import session
-from kvxfer.worker import residency
-from support.service import PEER_TIMEOUT_S, ROLES, Asked, Service, check_ended, until
+from support.service import PEER_TIMEOUT_S, ROLES, Service, check_ended, until
 from support.state_hooks import Order
 
 SHORT_S = 0.2
@@ -28,6 +26,7 @@ TABLES: dict[type[Enum], ModuleType] = {
     prefill.schedule.JobState: prefill.schedule,
     session.PeerState: session,
 }
+OWNERS = {session.PeerState: ("prefill:", "decode:")}
 
 
 def table(module: ModuleType) -> list[str]:
@@ -38,13 +37,9 @@ def table(module: ModuleType) -> list[str]:
 def states() -> list[str]:
     """All of them, by the names that `state_hooks` gives them."""
     found = []
-    for kind, owners in (
-        (decode.schedule.RequestState, ("",)),
-        (prefill.schedule.JobState, ("",)),
-        (session.PeerState, ("prefill:", "decode:")),
-    ):
+    for kind in TABLES:
         names = [f"{kind.__name__}.{state.name}" for state in kind]
-        found += [f"{owner}{name}" for owner in owners for name in names]
+        found += [f"{owner}{name}" for owner in OWNERS.get(kind, ("",)) for name in names]
     return found + [f"LaneTrials.{step}" for step in table(decode.lane_trials)]
 
 
@@ -76,14 +71,12 @@ def all_cases(state: str, at: str = "entry") -> list[Case]:
 
 def run_case(service: Service, case: Case) -> dict[str, int]:
     """Reach the state, do the fault there, and check; how the requests ended, counted."""
-    victim = service[case.victim]
-    Order(case.state, victim.pid, case.number, at=case.at).place(service.order_path(case.owner))
-    asked = _provoke(service, case)
+    victim = str(service[case.victim].pid_path)
+    service.num_separated += case.fault == FAULTS[3]
+    Order(case.state, victim, case.number, at=case.at).place(service.order_path(case.owner))
+    _provoke(service, case)
     until(lambda: _listen_until_fired(service, case), FIRE_TIMEOUT_S, f"{case}: reached")
     _follow_up(service, case)
-    for one in asked:
-        if not one.reason and "ABORTING" not in case.state and one.max_new_tokens > 100:
-            service.cancel(one)
     found = service.collect()
     service.recover()
     service.check_idle()
@@ -95,36 +88,30 @@ def _listen_until_fired(service: Service, case: Case) -> bool:
     return service.has_fired(case.owner)
 
 
-def _provoke(service: Service, case: Case) -> list[Asked]:
+def _provoke(service: Service, case: Case) -> None:
     """What leads to the state."""
     if "PeerState" in case.state or "LaneTrials" in case.state:
-        asked = [service.ask() for _ in range(3)]
+        for _ in range(3):
+            service.ask()
         other = "prefill" if case.owner == "decode" else "decode"
-        _restart(service, other)
-        return asked
+        service.finish(other, signal.SIGKILL)
+        service[other].launch()
+        return
     asked = [service.ask(num_tokens) for num_tokens in (20, 40, 28)]
     if case.state in ("RequestState.ABORTING", "JobState.ENDING"):
         service.listen(0.01)
         for one in asked:
             service.cancel(one)
-    return asked
-
-
-def _restart(service: Service, role: str) -> None:
-    """Without waiting: the fault may hit it while it starts."""
-    service.finish(role, signal.SIGKILL)
-    service[role].start()
 
 
 def _follow_up(service: Service, case: Case) -> None:
     if case.fault in ("kill", "restart"):
         code = service.finish(case.victim, case.number)
-        # a router has no way to end but a signal; a worker that is told to leave says goodbye
-        expected = 0 if case.fault == "restart" and case.victim != "router" else -case.number
-        assert code == expected, f"{case}: ended with {code}\n{service.tails()}"
+        # a router has no way to end but a signal, nor has a worker that has just been forked
+        expected = {0, -case.number} if case.fault == "restart" else {-case.number}
+        assert code in expected, f"{case}: ended with {code}\n{service.tails()}"
         service[case.victim].start()
         return
     pause = SHORT_S if case.fault == FAULTS[2] else LONG_S
     service.listen(pause)
     service[case.victim].send(signal.SIGCONT)
-    time.sleep(0)

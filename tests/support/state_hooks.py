@@ -1,14 +1,15 @@
 """Faults at the moment when a process enters a state: patched into a forked child, so that the
 product carries nothing for tests.
 
-An order is a file of JSON: {state, pid, signal, skip, at}. Whoever enters `state`, after having
-entered it `skip` times since it found the order, renames the file and sends `signal` to `pid`,
-which may be itself: at once (`at` is "entry"), or once its turn of the control loop is over and
-what it wants to say was said ("turn").
+An order is a file of JSON: {state, victim, signal, skip, at}. Whoever enters `state`, after having
+entered it `skip` times since it found the order, renames the file and sends `signal` to the process
+whose pid the file `victim` has by then, which may be itself: at once (`at` is "entry"), or once its
+turn of the control loop is over and what it wants to say was said ("turn").
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -22,7 +23,7 @@ FIRED = ".fired"
 @dataclass(frozen=True)
 class Order:
     state: str
-    pid: int
+    victim: str
     signal: int
     skip: int = 0
     at: str = "entry"
@@ -32,6 +33,10 @@ class Order:
         draft = path.with_suffix(".draft")
         draft.write_text(json.dumps(asdict(self)))
         draft.rename(path)
+
+    def carry_out(self) -> None:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it is gone already
+            os.kill(int(Path(self.victim).read_text()), self.signal)
 
 
 class StateHooks:
@@ -60,12 +65,12 @@ class StateHooks:
         if order.at == "turn":
             self._pending = order
         else:
-            os.kill(order.pid, order.signal)
+            order.carry_out()
 
     def turned(self) -> None:
         order, self._pending = self._pending, None
         if order is not None:
-            os.kill(order.pid, order.signal)
+            order.carry_out()
 
 
 def install(role: str, path: Path) -> None:
