@@ -10,7 +10,8 @@
 |          | side, or a read of ours, may still write        | our reads over → ENDED |
 | ENDED    | blocks are free; the router was told once       | |
 
-WAITING and GRANTED have the request's deadline; RUNNING ends after max_new_tokens.
+WAITING and GRANTED have the request's deadline; RUNNING ends after max_new_tokens; in ABORTING
+prefill is asked again and again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvxfer.cache.footprint import decoder_start, has_encoder, prompt_entries
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.cache.table import BlockTable
 from kvxfer.control.messages import Finished, Generate, TransferStats
-from kvxfer.control.session import Peer
+from kvxfer.control.session import Peer, PeerState
 from kvxfer.errors import WireError
 from kvxfer.model.runner import SequenceStep
 from kvxfer.model.sampling import SampleSpec
@@ -70,6 +71,8 @@ class DecodeRequest:
     """Pull: of `planned_tokens` and those blocks, all layers, of which some come at a time."""
     planned_tokens: range = range(0)
     offer_is_final: bool = False
+    asked_s: float = 0.0
+    """ABORTING: when prefill was last asked to end it."""
     writer_ended: bool = False
     """Prefill said, or was fenced so, that it writes nothing more for this request."""
     wants_digest: bool = False
@@ -129,6 +132,12 @@ class DecodeRequest:
         has_deadline = self.state in (RequestState.WAITING, RequestState.GRANTED)
         is_late = has_deadline and now_s > self.deadline_s
         return f"deadline passed in state {self.state.name}" if is_late else ""
+
+    def must_ask_again(self, now_s: float, after_s: float) -> bool:
+        """Whether prefill, which is there, did not answer an Abort for so long."""
+        is_asked = self.state is RequestState.ABORTING and self.asked_s > 0
+        is_there = self.prefill is not None and self.prefill.state is PeerState.READY
+        return is_asked and is_there and now_s - self.asked_s > after_s
 
     def finished(self, reason: str, error: str) -> Finished:
         return Finished(

@@ -33,6 +33,9 @@ from kvxfer.worker.loop import Handler
 
 logger = logging.getLogger(__name__)
 
+ASK_AGAIN_S = 1.0
+"""An Abort, or its answer, may be lost with a connection that was cut."""
+
 
 class DecodeWorker:
     """The role's state machine; see `decode.schedule` for the states. Control thread only."""
@@ -226,6 +229,7 @@ class DecodeWorker:
 
     def _abort(self, request: DecodeRequest, reason: str) -> None:
         assert request.prefill is not None
+        request.asked_s = time.monotonic()
         abort = Abort(request.request_id, request.grant_id, reason)
         self._parts.peers.send(request.prefill.key, abort)
 
@@ -283,6 +287,8 @@ class DecodeWorker:
             hopeless = request.why_hopeless(now, refusal)
             if hopeless:
                 self._fail(request, hopeless)
+            elif request.must_ask_again(now, ASK_AGAIN_S):
+                self._abort(request, "given up")
         self._lane_trials.tick()
         self._parts.set_busy(bool(self._requests) or self._lane_trials.is_active)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ from kvxfer.cache.pools import BlockPools
 from kvxfer.cache.sizing import WarmUp, account_as_given
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.config import WorkerOptions
-from kvxfer.errors import KvxferError, WorkerDied
+from kvxfer.errors import KvxferError
 from kvxfer.memory.host import HostDriver
 from kvxfer.serve.router import Completion, Router
 from kvxfer.transfer.connector import Connector, Direction, MemoryWindow
@@ -39,8 +40,12 @@ SPEC = KVCacheSpec(
 )
 GRANULARITY = 4096
 CAPACITY = 96
-HELLO_RETRY_S = 0.1
-"""Instead of the product's 2 s: what a test waits for most."""
+TIMES = {
+    "kvxfer.worker.liveness": {"HELLO_RETRY_S": 0.1, "CHOICE_TIMEOUT_S": 5.0},
+    "decode.lane_trials": {"TRIAL_TIMEOUT_S": 2.0},
+    "decode.worker": {"ASK_AGAIN_S": 0.3},
+}
+"""Instead of seconds: what a test waits for most."""
 
 
 class PacedRunner(NullRunner):
@@ -89,12 +94,15 @@ def null_engine(
 
 def run_null_worker(order: dict[str, Any], ready_fd: int) -> int:
     from decode.worker import DecodeWorker
-    from kvxfer.worker import assembly, liveness
+    from kvxfer.worker import assembly
     from prefill.worker import PrefillWorker
 
     role = order["role"]
     assembly.start_engine = null_engine  # type: ignore[assignment]
-    liveness.HELLO_RETRY_S = HELLO_RETRY_S
+    for module, times in TIMES.items():
+        for name, value in times.items():
+            assert hasattr(sys.modules[module], name), f"{module} has no {name} any more"
+            setattr(sys.modules[module], name, value)
     if order.get("hooks"):
         install(role, Path(order["hooks"]))
     options = WorkerOptions(
@@ -109,9 +117,14 @@ def run_null_worker(order: dict[str, Any], ready_fd: int) -> int:
 class NullRouter:
     """A router that is told what to do over a socket: {submit, tokens, max_new_tokens} and
     {cancel}, each with an id. It answers once for each: {id, reason, error, output, digests};
-    the reason is 'lost' where its worker is. It then meets the worker again."""
+    the reason is 'lost' where its worker is, or where its end did not come in `patience_s` (the
+    product's router waits for ever: to go once it has a deadline). It then meets the worker again.
+    """
 
-    def __init__(self, told: socket.socket, addresses: list[str], peer_timeout_s: float) -> None:
+    def __init__(
+        self, told: socket.socket, addresses: list[str], peer_timeout_s: float, patience_s: float
+    ) -> None:
+        self._patience_s = patience_s
         self._told = told
         self._addresses = addresses
         self._peer_timeout_s = peer_timeout_s
@@ -149,8 +162,12 @@ class NullRouter:
             return
         try:
             self._router.poll(0.002)
-        except WorkerDied as error:
+        except KvxferError as error:  # a worker died, or said what makes no sense
             self._lose(str(error))
+        for name, completion in list(self._open.items()):
+            if time.monotonic() - completion.sent_s > self._patience_s:
+                self._lose(f"request {name}: the client's patience is over")
+                return
         for name, completion in list(self._open.items()):
             if completion.finished is not None:
                 del self._open[name]
@@ -195,7 +212,7 @@ class NullRouter:
 def run_null_router(order: dict[str, Any], fd: int) -> int:
     end_with_parent()
     with socket.socket(fileno=fd) as told:
-        NullRouter(told, order["dial"], order["peer_timeout_s"]).run()
+        NullRouter(told, order["dial"], order["peer_timeout_s"], order["patience_s"]).run()
     return 0
 
 

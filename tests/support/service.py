@@ -173,6 +173,14 @@ class Process:
         return {"descriptors": process.num_fds(), "threads": process.num_threads()}
 
 
+    def open_files(self) -> list[str]:
+        found = []
+        for one in Path(f"/proc/{self.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.append(f"{one.name} {one.readlink()}")
+        return found
+
+
 class RouterProcess(Process):
     """Started at once, and met by workers when they are there; told and asked over a socket."""
 
@@ -223,7 +231,11 @@ class Service:
         for role in ROLES:
             order: dict[str, Any] = {"role": role, "environment": environment or {}}
             if role == "router":
-                order |= {"dial": [dialled["decode"]], "peer_timeout_s": PEER_TIMEOUT_S}
+                order |= {
+                    "dial": [dialled["decode"]],
+                    "peer_timeout_s": PEER_TIMEOUT_S,
+                    "patience_s": REQUEST_TIMEOUT_S + 2 * PEER_TIMEOUT_S,
+                }
             else:
                 own = {"worker_id": f"{role}-0", "listen": self.addresses[role]}
                 dial = [dialled["prefill"]] if role == "decode" else []
@@ -387,7 +399,10 @@ class Service:
 
         with contextlib.suppress(AssertionError):
             until(is_flat, 3 * PEER_TIMEOUT_S, "")
-        assert is_flat(), f"{self.name}: {process.role} leaks: {before} became {used}, {allowed} allowed"
+        assert is_flat(), (
+            f"{self.name}: {process.role} leaks: {before} became {used}, {allowed} allowed; open:"
+            f" {process.open_files()}\n{self.tails()}"
+        )
 
     def _num_losses(self) -> int:
         """How often the workers lost each other, living or not, by their own word."""
