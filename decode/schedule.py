@@ -144,6 +144,7 @@ class DecodeRequest:
             self.request_id,
             reason,
             error,
+            len(self.output),
             sum(map(len, self.blocks)),
             self.stats,
             self.kv_digests,

@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvxfer.control.cache_messages import CacheState, Defragment, Shrink, Sleep, WakeUp
 from kvxfer.control.channel import Channel, Letter
 from kvxfer.control.facts import WorkerFacts
@@ -56,6 +58,13 @@ class Completion:
     output: list[int] = field(default_factory=list)
     first_token_s: float | None = None
     finished: Finished | None = None
+
+    def finish(self, finished: Finished) -> None:
+        """Never a silent truncation: an end without all of its tokens is an error."""
+        if not finished.error and len(self.output) != finished.num_tokens:
+            lost = f"{len(self.output)} of {finished.num_tokens} tokens arrived"
+            finished = msgspec.structs.replace(finished, reason="error", error=lost)
+        self.finished = finished
 
     @property
     def ttft_s(self) -> float:
@@ -191,7 +200,7 @@ class Router:
             case Finished(request_id=request_id):
                 completion = self._completions.pop(request_id, None)
                 if completion is not None:
-                    completion.finished = message
+                    completion.finish(message)
             case Welcome(facts=facts):
                 backend.facts = facts
             case Status():

@@ -118,13 +118,21 @@ class SingleWorker:
         for index, token in enumerate(answer.tokens):
             self._parts.peers.send(key, Token(request.request_id, index, token))
         stopped = answer.tokens[-1] in request.stop_token_ids
-        self._finish(key, request, "stop" if stopped else "length", "", answer.kv_digests)
+        reason = "stop" if stopped else "length"
+        self._finish(key, request, reason, "", answer.kv_digests, len(answer.tokens))
         self._pump()
 
     def _finish(
-        self, key: str, request: Generate, reason: str, error: str, digests: list[str]
+        self,
+        key: str,
+        request: Generate,
+        reason: str,
+        error: str,
+        digests: list[str],
+        num_tokens: int = 0,
     ) -> None:
-        finished = Finished(request.request_id, reason, error, 0, TransferStats(), digests)
+        ids = request.request_id, reason, error
+        finished = Finished(*ids, num_tokens, 0, TransferStats(), digests)
         self._parts.peers.send(key, finished)
 
     def tick(self) -> None:

@@ -59,7 +59,7 @@ EXAMPLES = [
     m.Generate("r", [1, 2], 3, m.Sampling(0.5, 0.9, 2**63), [0], "", True),
     m.Cancel("r"),
     m.Token("r", 0, 5),
-    m.Finished("r", "stop", "", 3, STATS, ["ab"]),
+    m.Finished("r", "stop", "", 7, 3, STATS, ["ab"]),
     m.PrefillRequest("r", [], m.Sampling(), m.Grant("g", [[1, 2], [], [3]], 0.5), True),
     m.Ready("r", m.Lease("g", [[], [5]], 1.0), 0, 16, [(0, 2), (1, 3)], True),
     m.Taken("r", "g"),

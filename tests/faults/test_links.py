@@ -1,5 +1,5 @@
 """A link between two network namespaces, with all of NIXL's traffic on it, that is cut and healed,
-loses packets, or is slow. Control travels by the same link.
+loses packets, or is slow.
 
 Facts, measured on Linux 6.18 with nftables 1.0: `numgen random mod 100 < 5 drop` in an input hook
 drops that share of the packets, which TCP sends again; the kernel here has no `netem`.
@@ -42,9 +42,9 @@ def test_a_link_is_cut_and_healed(
     for _ in range(4):
         service.ask(28)
     service.listen(0.02)
-    service.namespaces.cut()
+    service.link.cut()
     service.listen(2 * PEER_TIMEOUT_S)
-    service.namespaces.heal()
+    service.link.heal()
     checked(service, counts)
     service.recover(20.0)  # TCP sends again after 0.2, 0.4, 0.8, … s
     service.check_idle()
@@ -60,13 +60,13 @@ def test_a_link_loses_one_packet_in_twenty(
     if shutil.which("nft") is None:
         pytest.skip("nft not found (nftables)")
     service = start(lane)
-    service.namespaces.lose(5)
+    service.link.lose(5)
     for _ in range(10 if request.config.getoption("--slow") else 2):
         for _ in range(4):
             service.ask(28)
         checked(service, counts)
-    assert service.namespaces.num_lost() > 0
-    service.namespaces.lose(0)
+    assert service.link.num_lost() > 0
+    service.link.lose(0)
     service.recover(20.0)
     service.check_idle()
 
@@ -76,7 +76,7 @@ def test_a_slow_link_costs_time_alone(
     lane: str, start: Callable[[str], LinkedService], counts: dict[str, Counter[str]]
 ) -> None:
     service = start(lane)
-    service.namespaces.shape(4)
+    service.link.shape(4)
     for _ in range(4):
         service.ask(28)
     assert checked(service, counts) == {"length": 4}

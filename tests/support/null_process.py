@@ -19,6 +19,7 @@ from support.null_runner import NullRunner
 from support.state_hooks import install
 from support.workers import make_info
 
+from kvxfer.bench.netns import enter
 from kvxfer.cache.budget import CacheBudget
 from kvxfer.cache.kv_cache import KVCache
 from kvxfer.cache.layout import CacheGeometry, KVCacheLayout
@@ -222,5 +223,7 @@ def run_child(order: dict[str, Any], fds: list[int]) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    if order["namespaces"]:
+        enter(order["namespaces"])
     run = run_null_router if order["role"] == "router" else run_null_worker
     return run(order, told)

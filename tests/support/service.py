@@ -14,7 +14,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -208,10 +208,12 @@ class Service:
         connector: str = "nixl",
         environment: dict[str, str] | None = None,
         via: Callable[[str], str] = lambda address: address,
+        namespaces: Mapping[str, Mapping[str, str]] | None = None,
         name: str = "",
         **options: Any,
     ) -> None:
-        """`via` makes of a worker's address the one that others dial."""
+        """`via` makes of a worker's address the one that others dial. Workers in `namespaces`, by
+        role, listen on Unix sockets, which are reached from all."""
         self.name = name or f"{lane}-{connector}"
         self._directory = tempfile.TemporaryDirectory(prefix="kvxfer-faults-")
         self.directory = Path(self._directory.name)
@@ -219,6 +221,8 @@ class Service:
         self._random = random.Random(self.name)
         self.asked: dict[str, Asked] = {}
         self.addresses = {role: f"tcp://127.0.0.1:{free_port()}" for role in ("prefill", "decode")}
+        for role in namespaces or ():
+            self.addresses[role] = f"ipc://{self.directory}/{role}.socket"
         common = {
             "connector": connector,
             "lane": lane,
@@ -230,6 +234,7 @@ class Service:
         self.processes: dict[str, Process] = {}
         for role in ROLES:
             order: dict[str, Any] = {"role": role, "environment": environment or {}}
+            order["namespaces"] = dict((namespaces or {}).get(role, {}))
             if role == "router":
                 order |= {
                     "dial": [dialled["decode"]],
