@@ -57,7 +57,7 @@ from kvxfer.control.resync_messages import (
 )
 from kvxfer.transfer.regions import Region
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 
 
 class Hello(WireStruct, frozen=True):
@@ -148,6 +148,8 @@ class Finished(WireStruct, frozen=True):
     reason: str
     """stop, length, cancelled or error."""
     error: str
+    num_tokens: int
+    """How many Tokens were sent: a router that has fewer was cut off."""
     num_blocks: int
     transfer: TransferStats
     kv_digests: list[str]

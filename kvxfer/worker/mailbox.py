@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -15,13 +16,19 @@ class Mailbox(Generic[T]):
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     def fileno(self) -> int:
         return self._fd
 
     def put(self, item: T) -> None:
-        self._queue.put(item)
-        os.eventfd_write(self._fd, 1)
+        """Dropped once closed: a thread that would not stop in time has nobody to tell, and the
+        number of the descriptor may be somebody else's by then."""
+        with self._lock:
+            if not self._is_closed:
+                self._queue.put(item)
+                os.eventfd_write(self._fd, 1)
 
     def drain(self) -> list[T]:
         """Everything that waits, in order."""
@@ -35,5 +42,8 @@ class Mailbox(Generic[T]):
         return items
 
     def close(self) -> None:
-        """No thread may put after this."""
-        os.close(self._fd)
+        """Idempotent."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self._fd)

@@ -1,0 +1,143 @@
+"""Processes of the service that start in milliseconds: forked from one that has imported all.
+
+The server is `python -m support.fork_server FD`, one thread, before any CUDA context, NIXL agent or
+ZMQ context exists: what fork does not copy (threads, contexts) is made in the child, for real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent.parent
+START_TIMEOUT_S = 60.0
+MAX_BYTES = 1 << 16
+
+
+class ForkServer:
+    """The test's end. Any thread. A context: its children end with it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> ForkServer:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "support.fork_server", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            cwd=TESTS.parent,
+        )
+        theirs.close()
+        self._socket = ours
+        self._socket.settimeout(START_TIMEOUT_S)
+        hello = json.loads(self._socket.recv(MAX_BYTES))
+        assert hello["threads"] == 1, "fork copies only the thread that calls it"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._process.wait(START_TIMEOUT_S)
+
+    def fork(self, order: dict[str, Any], log: int, told: int) -> int:
+        """The pid of a child that obeys `order`; both descriptors stay the caller's too."""
+        answer: int = self._ask({"do": "fork", **order}, [log, told])["pid"]
+        return answer
+
+    def wait(self, pid: int, timeout_s: float) -> int:
+        """Its exit code (-N: signal N), once. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(ProcessLookupError):
+            fd = os.pidfd_open(pid)
+            try:
+                select.select([fd], [], [], timeout_s)
+            finally:
+                os.close(fd)
+        while (code := self._ask({"do": "wait", "pid": pid}, [])["code"]) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"process {pid} did not end in {timeout_s:g} s")
+            time.sleep(0.005)
+        return int(code)
+
+    def _ask(self, order: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(order).encode()], fds)
+            answer: dict[str, Any] = json.loads(self._socket.recv(MAX_BYTES))
+        return answer
+
+
+def main(fd: int) -> None:
+    import support.null_process
+
+    import connectors.nixl
+    import connectors.peer
+    import decode.worker
+    import prefill.worker  # noqa: F401
+
+    _load_transport()
+    gc.collect()
+    gc.freeze()
+    with socket.socket(fileno=fd) as told:
+        told.send(json.dumps({"threads": len(list(Path("/proc/self/task").iterdir()))}).encode())
+        while True:
+            data, fds, _, _ = socket.recv_fds(told, MAX_BYTES, 2)
+            if not data:
+                return
+            order = json.loads(data)
+            if order["do"] == "wait":
+                pid, status = os.waitpid(order["pid"], os.WNOHANG)
+                answer = {"code": os.waitstatus_to_exitcode(status) if pid else None}
+            else:
+                pid = os.fork()
+                if not pid:
+                    told.close()
+                    _run(support.null_process.run_child, order, fds)
+                answer = {"pid": pid}
+            for one in fds:
+                os.close(one)
+            told.send(json.dumps(answer).encode())
+
+
+def _load_transport() -> None:
+    """NIXL's library, and its plugin for UCX, which an agent would take 0.4 s to load."""
+    from connectors.nixl_api import load_nixl
+
+    bindings = Path(load_nixl().nixlBind.__file__)  # SITE/nixl_cuN/_bindings…so
+    plugin = bindings.parent.with_suffix(".libs") / "nixl" / "libplugin_UCX.so"
+    if plugin.exists():
+        ctypes.CDLL(str(plugin))
+
+
+def _run(body: Any, order: dict[str, Any], fds: list[int]) -> None:
+    code = 70
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        faulthandler.enable(fds[0])
+        os.environ.update(order.get("environment", {}))
+        code = body(order, fds)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
