@@ -148,8 +148,6 @@ class Finished(WireStruct, frozen=True):
     reason: str
     """stop, length, cancelled or error."""
     error: str
-    num_tokens: int
-    """How many Tokens were sent: a router that has fewer was cut off."""
     num_blocks: int
     transfer: TransferStats
     kv_digests: list[str]

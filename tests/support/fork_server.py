@@ -85,9 +85,6 @@ class ForkServer:
 def main(fd: int) -> None:
     import support.null_process
 
-    import connectors.nixl
-    import connectors.peer
-    import decode.worker
     import prefill.worker  # noqa: F401
 
     _load_transport()

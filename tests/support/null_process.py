@@ -44,7 +44,7 @@ CAPACITY = 96
 TIMES = {
     "kvxfer.worker.liveness": {"HELLO_RETRY_S": 0.1, "CHOICE_TIMEOUT_S": 5.0},
     "decode.lane_trials": {"TRIAL_TIMEOUT_S": 2.0},
-    "decode.worker": {"ASK_AGAIN_S": 0.3},
+    "decode.schedule": {"ASK_PAUSE_S": 0.3, "ASK_PAUSE_MAX_S": 1.0},
 }
 """Instead of seconds: what a test waits for most."""
 
