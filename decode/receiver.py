@@ -10,6 +10,7 @@ from decode.schedule import DecodeRequest, RequestState
 from kvxfer.cache.footprint import travelling
 from kvxfer.cache.kv_cache import KVCache
 from kvxfer.cache.pools import reaches
+from kvxfer.control.admission_messages import Granted
 from kvxfer.control.messages import Confirmed, Done, Grant, PrefillRequest, Ready, Taken
 from kvxfer.control.session import Peer
 from kvxfer.errors import WireError
@@ -46,13 +47,15 @@ class Receiver:
         self.on_quiet: Callable[[DecodeRequest], None] = lambda request: None
         """A read of ours ended on a request that is ABORTING."""
 
-    def grant(self, request: DecodeRequest, peer: Peer, timeout_s: float) -> None:
-        """Ask `peer` to prefill into the request's blocks: a right that is used once."""
+    def ask(self, request: DecodeRequest, peer: Peer, timeout_s: float) -> None:
+        """Have `peer` prefill into the request's blocks, a right that is used once, or queue for it
+        while it has none: `grant` follows then."""
         generate = request.generate
         request.prefill, request.lane = peer, peer.lane
         request.grant_id = secrets.token_hex(8)
-        request.state = RequestState.GRANTED
-        grant = Grant(request.grant_id, request.prompt_blocks, timeout_s)
+        request.state = RequestState.GRANTED if request.blocks else RequestState.ASKED
+        blocks = request.prompt_blocks if request.blocks else None
+        grant = Grant(request.grant_id, blocks, timeout_s)
         self._peers.send(
             peer.key,
             PrefillRequest(
@@ -63,6 +66,13 @@ class Receiver:
                 request.wants_digest,
             ),
         )
+
+    def grant(self, request: DecodeRequest) -> None:
+        """Name the blocks that prefill has asked for."""
+        assert request.prefill is not None
+        request.state = RequestState.GRANTED
+        granted = Granted(request.request_id, request.grant_id, request.prompt_blocks)
+        self._peers.send(request.prefill.key, granted)
 
     def read(self, request: DecodeRequest, ready: Ready) -> None:
         """Pull what prefill offers. Raises WireError, PlanError, RegionError."""

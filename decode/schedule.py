@@ -2,7 +2,10 @@
 
 | state    | what happens                                    | leaves by |
 | ---      | ---                                             | --- |
-| WAITING  | queued; holds no blocks                         | blocks, and a prefill → GRANTED |
+| WAITING  | queued here; no prefill for it is there         | asked → ASKED; at once with blocks |
+|          |                                                 | if little was asked → GRANTED |
+| ASKED    | queued at prefill; nobody holds blocks for it   | Starting → CALLED |
+| CALLED   | prefill is about to start it: it wants blocks   | blocks → GRANTED |
 | GRANTED  | prefill computes and writes, or we read         | complete and proved → FILLED |
 | FILLED   | the prompt's KV is ours; digests if asked for   | → RUNNING |
 | RUNNING  | decodes in the batch                            | stop, length, cancel → ENDED |
@@ -10,7 +13,9 @@
 |          | side, or a read of ours, may still write        | our reads over → ENDED |
 | ENDED    | blocks are free; the router was told once       | |
 
-WAITING and GRANTED have the request's deadline; RUNNING ends after max_new_tokens.
+All up to GRANTED have the request's deadline; RUNNING ends after max_new_tokens. A prompt that
+finds the queue full is answered 'overloaded' and never becomes a request; one that finds prefill's
+full (Busy) ends so.
 """
 
 from __future__ import annotations
@@ -34,11 +39,18 @@ from kvxfer.transfer.rank_plans import RankPlans
 
 class RequestState(enum.Enum):
     WAITING = enum.auto()
+    ASKED = enum.auto()
+    CALLED = enum.auto()
     GRANTED = enum.auto()
     FILLED = enum.auto()
     RUNNING = enum.auto()
     ABORTING = enum.auto()
     ENDED = enum.auto()
+
+
+QUEUED = (RequestState.WAITING, RequestState.ASKED, RequestState.CALLED)
+"""Before any blocks."""
+AT_PREFILL = (RequestState.ASKED, RequestState.CALLED, RequestState.GRANTED)
 
 
 @dataclass
@@ -77,6 +89,8 @@ class DecodeRequest:
     kv_digests: list[str] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
     is_cancelled: bool = False
+    retry_after_s: float = 0.0
+    """Overloaded: when to ask again."""
 
     @property
     def direction(self) -> Direction | None:
@@ -124,9 +138,9 @@ class DecodeRequest:
 
     def why_hopeless(self, now_s: float, refusal: str) -> str:
         """Why to give it up now, or ''; `refusal` is why no prompt is taken at present."""
-        if self.state is RequestState.WAITING and refusal:
+        if self.state in QUEUED and refusal:
             return refusal
-        has_deadline = self.state in (RequestState.WAITING, RequestState.GRANTED)
+        has_deadline = self.state in QUEUED or self.state is RequestState.GRANTED
         is_late = has_deadline and now_s > self.deadline_s
         return f"deadline passed in state {self.state.name}" if is_late else ""
 
@@ -138,6 +152,7 @@ class DecodeRequest:
             sum(map(len, self.blocks)),
             self.stats,
             self.kv_digests,
+            self.retry_after_s,
         )
 
     def next_step(self) -> SequenceStep:

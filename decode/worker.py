@@ -6,12 +6,12 @@ import logging
 import time
 from functools import partial
 
-from decode.admission import choose_prefill, why_not
+from decode.admission import Admission, overloaded, why_not
 from decode.decoding import Decoding
 from decode.lane_trials import LaneTrials
 from decode.receiver import Receiver
-from decode.schedule import DecodeRequest, RequestState
-from kvxfer.cache.footprint import blocks_needed
+from decode.schedule import AT_PREFILL, QUEUED, DecodeRequest, RequestState
+from kvxfer.control.admission_messages import Busy, Starting
 from kvxfer.control.messages import (
     Abort,
     Aborted,
@@ -48,10 +48,13 @@ class DecodeWorker:
         self._receiver.on_failed = self._fail
         self._receiver.on_quiet = self._end_if_quiet
         self._integrity = Integrity(parts)
+        self._admission = Admission(parts, self._receiver, self._integrity)
         self._lane_trials = LaneTrials(parts)
         self.handlers: dict[type, Handler] = {
             Generate: self._on_generate,
             Cancel: self._on_cancel,
+            Starting: self._on_starting,
+            Busy: self._on_busy,
             Ready: self._on_ready,
             FirstToken: self._on_first_token,
             Confirmed: self._on_confirmed,
@@ -65,7 +68,7 @@ class DecodeWorker:
         parts.peers.on_lost = self._on_peer_lost
         parts.peers.on_fenced = self._on_fenced
         parts.peers.on_revoked = partial(self._receiver.revoked, self._requests.values())
-        parts.growth.on_settled = self._admit
+        parts.growth.on_settled = self._admission.admit
 
     # --- the router's messages ----------------------------------------------------------------
 
@@ -78,16 +81,19 @@ class DecodeWorker:
         if problem:
             self._finish(request, "error", problem)
             return
+        if retry_after_s := self._admission.full_for_s():
+            self._finish(*overloaded(request, "this decode worker's", retry_after_s))
+            return
         self._requests[request.request_id] = request
         self._parts.trace.event("accepted", request=request.request_id)
-        self._admit()
+        self._admission.add(request)
 
     def _on_cancel(self, key: str, cancel: Cancel) -> None:
         request = self._requests.get(cancel.request_id)
         if request is None or request.router != key:
             return
         request.is_cancelled = True
-        if request.state in (RequestState.WAITING, RequestState.GRANTED):
+        if request.state in QUEUED or request.state is RequestState.GRANTED:
             self._give_up(request, "cancelled", "")
 
     # --- prefill's messages -------------------------------------------------------------------
@@ -98,6 +104,24 @@ class DecodeWorker:
         if request is None or request.prefill is None or request.prefill.key != key:
             return None
         return request if request.grant_id == grant_id else None
+
+    def _on_starting(self, key: str, starting: Starting) -> None:
+        request = self._of(key, starting.request_id, starting.grant_id)
+        if request is None:  # it is over, and prefill has not heard so
+            over = Abort(starting.request_id, starting.grant_id, "it is over")
+            self._parts.peers.send(key, over)
+        else:
+            self._admission.call(request)
+
+    def _on_busy(self, key: str, busy: Busy) -> None:
+        request = self._of(key, busy.request_id, busy.grant_id)
+        if request is None:
+            return
+        request.writer_ended = True
+        if request.state in AT_PREFILL:
+            self._give_up(*overloaded(request, f"prefill worker {key}'s", busy.retry_after_s))
+        else:
+            self._end_if_quiet(request)
 
     def _on_ready(self, key: str, ready: Ready) -> None:
         request = self._of(key, ready.request_id, ready.lease.lease_id)
@@ -134,14 +158,14 @@ class DecodeWorker:
 
     def _on_failed(self, key: str, failed: Failed) -> None:
         request = self._of(key, failed.request_id, failed.grant_id)
-        if request is not None and request.state in (RequestState.GRANTED, RequestState.ABORTING):
+        if request is not None and request.state in (*AT_PREFILL, RequestState.ABORTING):
             request.writer_ended = True
             self._fail(request, f"prefill: {failed.reason}")
 
     def _on_aborted(self, key: str, aborted: Aborted) -> None:
         request = self._of(key, aborted.request_id, aborted.grant_id)
         self._writer_over(request)
-        if request is not None and request.state is RequestState.GRANTED:
+        if request is not None and request.state in AT_PREFILL:
             self._fail(request, "prefill gave it up unasked")
 
     def _writer_over(self, request: DecodeRequest | None) -> None:
@@ -151,26 +175,9 @@ class DecodeWorker:
 
     # --- life cycle ---------------------------------------------------------------------------
 
-    def _admit(self) -> None:
-        """Grant blocks to waiting requests, first come, first served; grow when they run low."""
-        pools = self._parts.engine.pools
-        for request in list(self._requests.values()):
-            if request.state is not RequestState.WAITING:
-                continue
-            peer = choose_prefill(request, self._parts.peers.ready(), self._requests.values())
-            if peer is None:
-                continue  # its prefill is not there: it holds up nobody
-            lengths = request.num_prompt_tokens, request.generate.max_new_tokens
-            needed = blocks_needed(request.specs, *lengths, step_tokens=1)
-            if not pools.can_allocate(needed):
-                self._parts.growth.request_for(needed)
-                return
-            request.blocks = pools.allocate(needed)
-            request.wants_digest = self._integrity.wants(request.request_id)
-            self._receiver.grant(request, peer, self._parts.options.request_timeout_s)
-
     def _arrived(self, request: DecodeRequest, digest: int | None) -> None:
         """All of it is here; where a digest was asked for, it has to be that of what is here."""
+        self._admission.forget(request)
         if not request.wants_digest:
             self._filled(request)
             return
@@ -212,6 +219,7 @@ class DecodeWorker:
 
     def _give_up(self, request: DecodeRequest, reason: str, error: str) -> None:
         """End a request that is not decoding yet; its blocks may have to wait in quarantine."""
+        self._admission.forget(request)
         if request.state is RequestState.GRANTED and request.prefill is not None:
             request.state = RequestState.ABORTING
             self._parts.engine.pools.quarantine(request.blocks)
@@ -222,6 +230,8 @@ class DecodeWorker:
         elif request.state is RequestState.ABORTING:
             self._end_if_quiet(request)
         elif request.state is not RequestState.ENDED:
+            if request.state in AT_PREFILL and not request.writer_ended:
+                self._abort(request, error or reason)
             self._end(request, reason, error)
 
     def _abort(self, request: DecodeRequest, reason: str) -> None:
@@ -240,7 +250,7 @@ class DecodeWorker:
             request.state = RequestState.ENDED
             self._parts.engine.pools.release_quarantined(request.blocks)
             del self._requests[request.request_id]
-            self._admit()
+            self._admission.admit()
 
     def _end(self, request: DecodeRequest, reason: str, error: str) -> None:
         if request.blocks:
@@ -248,10 +258,10 @@ class DecodeWorker:
         request.state = RequestState.ENDED
         del self._requests[request.request_id]
         self._finish(request, reason, error)
-        self._admit()
+        self._admission.admit()
 
     def _finish(self, request: DecodeRequest, reason: str, error: str) -> None:
-        if error:
+        if error and reason != "overloaded":
             logger.warning("request %s: %s", request.request_id, error)
         self._parts.peers.send(request.router, request.finished(reason, error))
 
@@ -260,14 +270,14 @@ class DecodeWorker:
         for request in self._requests.values():
             if request.state is RequestState.ABORTING and request.prefill is peer:
                 self._abort(request, "given up")
-        self._admit()
+        self._admission.admit()
 
     def _on_peer_lost(self, peer: Peer, reason: str) -> None:
         self._lane_trials.lost(peer)
         for request in list(self._requests.values()):
             if request.router == peer.key:
                 request.is_cancelled = True
-            given_up = request.state in (RequestState.WAITING, RequestState.GRANTED)
+            given_up = request.state in QUEUED or request.state is RequestState.GRANTED
             if given_up and (request.prefill is peer or request.is_cancelled):
                 self._fail(request, f"peer {peer.name} is lost: {reason}")
 
@@ -287,4 +297,5 @@ class DecodeWorker:
         self._parts.set_busy(bool(self._requests) or self._lane_trials.is_active)
 
     def status(self) -> dict[str, int | float | str]:
-        return {**self._parts.status(), "requests": len(self._requests)}
+        queued = len(self._admission)
+        return {**self._parts.status(), "requests": len(self._requests), "queued": queued}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -11,18 +10,19 @@ from typing import Any
 
 from kvxfer.cache.pools import reaches
 from kvxfer.cache.prefix_cache import PrefixCache, why_no_prefix_cache
+from kvxfer.control.admission_messages import Busy, Granted, Starting
 from kvxfer.control.messages import Abort, Aborted, Failed, FirstToken, PrefillRequest, Taken
 from kvxfer.control.session import Peer
-from kvxfer.errors import KvxferError, TransferError, UsageError, WireError
+from kvxfer.errors import KvxferError, TransferError, WireError
 from kvxfer.model.runner import SequenceStep
-from kvxfer.model.sampling import SampleSpec
 from kvxfer.transfer.connector import Direction
-from kvxfer.transfer.sides import why_not_blocks
 from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.integrity import Integrity
 from kvxfer.worker.loop import Handler
+from prefill.admission import why_not, why_not_granted
+from prefill.job import NOT_STARTED, JobState, PrefillJob
 from prefill.lane_trials import LaneTrialServer
-from prefill.schedule import JobState, PrefillJob, PrefillScheduler
+from prefill.schedule import PrefillScheduler
 from prefill.sender import Sender
 from prefill.streaming import LayerStreamer, Written
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrefillWorker:
-    """The role's state machine; see `prefill.schedule` for the states. Control thread only."""
+    """The role's state machine; see `prefill.job` for the states. Control thread only."""
 
     def __init__(self, parts: WorkerParts) -> None:
         engine = parts.engine
@@ -38,7 +38,11 @@ class PrefillWorker:
         self._jobs: dict[tuple[str, str], PrefillJob] = {}
         self._prefix_cache = _prefix_cache(parts)
         self._scheduler = PrefillScheduler(
-            engine.pools, parts.options.max_num_batched_tokens, engine.specs, self._prefix_cache
+            engine.pools,
+            parts.options.max_num_batched_tokens,
+            engine.specs,
+            self._prefix_cache,
+            parts.options.max_num_queued_seqs,
         )
         self._sender = Sender(
             engine.cache,
@@ -53,6 +57,7 @@ class PrefillWorker:
         self._lane_trials = LaneTrialServer(parts)
         self.handlers: dict[type, Handler] = {
             PrefillRequest: self._on_request,
+            Granted: self._on_granted,
             Taken: self._on_taken,
             Abort: self._on_abort,
             **self._lane_trials.handlers,
@@ -69,38 +74,31 @@ class PrefillWorker:
         job = PrefillJob(request, peer, time.monotonic() + request.grant.timeout_s)
         if job.key in self._jobs:
             raise WireError(f"grant {request.grant.grant_id} was used already")
-        problem = self._problem(request, peer)
+        problem = self._parts.residency.refusal or why_not(request, peer, self._parts.engine)
         if problem:
             grant_id = request.grant.grant_id
             self._parts.peers.send(key, Failed(request.request_id, grant_id, problem))
+            return
+        if retry_after_s := self._scheduler.busy_for_s(key):
+            busy = Busy(request.request_id, request.grant.grant_id, retry_after_s)
+            self._parts.peers.send(key, busy)
             return
         self._jobs[job.key] = job
         self._parts.trace.event("requested", request=request.request_id)
         self._scheduler.add(job)
         self._pump()
 
-    def _problem(self, request: PrefillRequest, peer: Peer) -> str:
-        """Why a request cannot be served, or ''."""
-        engine = self._parts.engine
-        num_tokens = len(request.tokens)
-        assert peer.facts is not None
-        if self._parts.residency.refusal:
-            return self._parts.residency.refusal
-        if num_tokens < 1 or engine.why_too_long(num_tokens, 0):
-            return f"prompt of {num_tokens} tokens: this worker takes 1 to {engine.max_model_len}"
-        if not 0 <= min(request.tokens) <= max(request.tokens) < engine.info.vocab_size:
-            return f"prompt: a token is not in the vocabulary of {engine.info.vocab_size}"
-        wrong = why_not_blocks(peer.facts.geometry, request.grant.blocks, num_tokens)
-        if wrong:
-            return f"grant: {wrong}"
-        if not 0 < request.grant.timeout_s < math.inf:
-            return f"grant has a timeout of {request.grant.timeout_s} s"
-        sampling = request.sampling
-        try:
-            SampleSpec(sampling.temperature, sampling.top_p, sampling.seed)
-        except UsageError as error:
-            return str(error)
-        return ""
+    def _on_granted(self, key: str, granted: Granted) -> None:
+        job = self._jobs.get((key, granted.grant_id))
+        if job is None or job.state is JobState.ENDING:
+            return  # given up meanwhile; decode was told, or is about to be
+        if job.state is not JobState.CALLED:
+            raise WireError(f"request {granted.request_id}: Granted in state {job.state.name}")
+        if wrong := why_not_granted(job.peer, granted.blocks, len(job.request.tokens)):
+            self._give_up(job, wrong)
+            return
+        job.bind(granted.blocks)
+        self._pump()
 
     def _on_taken(self, key: str, taken: Taken) -> None:
         job = self._jobs.get((key, taken.lease_id))
@@ -130,13 +128,16 @@ class PrefillWorker:
 
     def _on_revoked(self, peer: Peer, lowest: list[int]) -> None:
         for job in [job for job in self._jobs.values() if job.peer is peer]:
-            if reaches(job.request.grant.blocks, lowest):
+            if job.granted and reaches(job.granted, lowest):
                 self._give_up(job, f"{peer.name} revoked memory that it had granted")
 
     # --- work ---------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Start whatever can start."""
+        """Start whatever can start, and have its blocks named for what comes after it."""
+        for job in self._scheduler.to_call():
+            starting = Starting(job.request.request_id, job.request.grant.grant_id)
+            self._parts.peers.send(job.peer.key, starting)
         wanted = self._scheduler.wanted_blocks()
         if wanted:
             self._parts.growth.request_for(wanted)
@@ -251,6 +252,7 @@ class PrefillWorker:
     def _end(self, job: PrefillJob) -> None:
         job.state = JobState.ENDED
         del self._jobs[job.key]
+        self._scheduler.finish(job)
         if job.blocks:
             self._parts.engine.pools.free(job.blocks)
         self._pump()
@@ -258,7 +260,7 @@ class PrefillWorker:
     def tick(self) -> None:
         now, refusal = time.monotonic(), self._parts.residency.refusal
         for job in list(self._jobs.values()):
-            if job.state is JobState.WAITING and refusal:
+            if job.state in NOT_STARTED and refusal:
                 self._give_up(job, refusal)
             elif now > job.deadline_s and job.state is not JobState.ENDING:
                 self._give_up(job, f"deadline passed in state {job.state.name}")
