@@ -134,10 +134,13 @@ class PrefillWorker:
     # --- work ---------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Start whatever can start, and have its blocks named for what comes after it."""
+        """Start whatever can start, and have the blocks named for what comes after it."""
+        self._compute()
         for job in self._scheduler.to_call():
             starting = Starting(job.request.request_id, job.request.grant.grant_id)
             self._parts.peers.send(job.peer.key, starting)
+
+    def _compute(self) -> None:
         wanted = self._scheduler.wanted_blocks()
         if wanted:
             self._parts.growth.request_for(wanted)

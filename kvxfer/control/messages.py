@@ -138,7 +138,7 @@ class Finished(WireStruct, frozen=True):
     num_blocks: int
     transfer: TransferStats
     kv_digests: list[str]
-    retry_after_s: float = 0.0
+    retry_after_s: float
     """Overloaded: when those who wait now may have been served, as measured."""
 
 

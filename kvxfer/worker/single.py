@@ -124,7 +124,7 @@ class SingleWorker:
     def _finish(
         self, key: str, request: Generate, reason: str, error: str, digests: list[str]
     ) -> None:
-        finished = Finished(request.request_id, reason, error, 0, TransferStats(), digests)
+        finished = Finished(request.request_id, reason, error, 0, TransferStats(), digests, 0.0)
         self._parts.peers.send(key, finished)
 
     def tick(self) -> None:

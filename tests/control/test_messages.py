@@ -59,7 +59,7 @@ EXAMPLES = [
     m.Generate("r", [1, 2], 3, m.Sampling(0.5, 0.9, 2**63), [0], "", True),
     m.Cancel("r"),
     m.Token("r", 0, 5),
-    m.Finished("r", "stop", "", 3, STATS, ["ab"]),
+    m.Finished("r", "overloaded", "", 3, STATS, ["ab"], 1.5),
     m.PrefillRequest("r", [], m.Sampling(), m.Grant("g", [[1, 2], [], [3]], 0.5), True),
     m.PrefillRequest("r", [1], m.Sampling(), m.Grant("g", None, 0.5), False),
     m.Starting("r", "g"),
