@@ -11,6 +11,7 @@ import cyclopts
 from kvxfer.bench.beside import BesideOptions
 from kvxfer.bench.buffer import BufferOptions
 from kvxfer.bench.buffer_plot import BufferPlotOptions
+from kvxfer.bench.control import ControlOptions
 from kvxfer.bench.growth import GrowthOptions
 from kvxfer.bench.identity import IdentityOptions
 from kvxfer.bench.layouts import LayoutsOptions
@@ -206,6 +207,18 @@ def beside(options: BesideOptions = BesideOptions()) -> int:  # noqa: B008
     from kvxfer.bench.beside import run_beside
 
     return run_beside(options)
+
+
+@bench.command
+def control(options: ControlOptions = ControlOptions()) -> int:  # noqa: B008
+    """What a hand-over costs besides the model and the bytes: its latency, and how many a second.
+
+    Exit code 1 where a bar is missed.
+    Example: kvxfer bench control --json tests/bench/results/control-cost.json
+    """
+    from kvxfer.bench.control import run_control
+
+    return run_control(options)
 
 
 transfer = cyclopts.App(name="transfer")

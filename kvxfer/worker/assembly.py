@@ -97,6 +97,8 @@ class WorkerParts:
 
 
 MakeRole = Callable[[WorkerParts], Role]
+StartEngine = Callable[..., Engine]
+"""As `start_engine`, which it is but for workers without a model."""
 
 
 def serve(
@@ -107,6 +109,7 @@ def serve(
     dial: Sequence[str],
     make_role: MakeRole,
     announcer: Announcer,
+    start: StartEngine = start_engine,
 ) -> None:
     """Start up and run the control loop until a signal. The channel stays the caller's."""
     with contextlib.ExitStack() as undo:
@@ -114,7 +117,7 @@ def serve(
         undo.callback(trace.close)
         connectors = load_connectors(options.connector)
         initiates = Direction.PULL if role == "decode" else Direction.PUSH
-        engine = start_engine(options, connectors, incarnation, announcer.step, initiates=initiates)
+        engine = start(options, connectors, incarnation, announcer.step, initiates=initiates)
         reports: Mailbox[Report] = Mailbox()
         undo.callback(reports.close)
         parts = _assemble(role, options, engine, channel, reports, trace, incarnation)
