@@ -34,6 +34,10 @@ from kvxfer.worker.loop import Handler
 logger = logging.getLogger(__name__)
 
 
+LOOK_S = 0.02
+"""Between two looks at all deadlines."""
+
+
 class DecodeWorker:
     """The role's state machine; see `decode.schedule` for the states. Control thread only."""
 
@@ -41,6 +45,7 @@ class DecodeWorker:
         engine = parts.engine
         self._parts = parts
         self._requests: dict[str, DecodeRequest] = {}
+        self._look_at_s = 0.0
         self._decoding = Decoding(parts, self._end)
         self._receiver = Receiver(
             engine.cache, parts.transfer, parts.peers, lambda: parts.growth.regions, parts.trace
@@ -289,7 +294,10 @@ class DecodeWorker:
 
     def tick(self) -> None:
         now, refusal = time.monotonic(), self._parts.residency.refusal
-        for request in list(self._requests.values()):
+        is_due = now >= self._look_at_s
+        if is_due:
+            self._look_at_s = now + LOOK_S
+        for request in list(self._requests.values()) if is_due else ():
             hopeless = request.why_hopeless(now, refusal)
             if hopeless:
                 self._fail(request, hopeless)

@@ -29,6 +29,10 @@ from prefill.streaming import LayerStreamer, Written
 logger = logging.getLogger(__name__)
 
 
+LOOK_S = 0.02
+"""Between two looks at all deadlines."""
+
+
 class PrefillWorker:
     """The role's state machine; see `prefill.job` for the states. Control thread only."""
 
@@ -36,6 +40,7 @@ class PrefillWorker:
         engine = parts.engine
         self._parts = parts
         self._jobs: dict[tuple[str, str], PrefillJob] = {}
+        self._look_at_s = 0.0
         self._prefix_cache = _prefix_cache(parts)
         self._scheduler = PrefillScheduler(
             engine.pools,
@@ -262,7 +267,10 @@ class PrefillWorker:
 
     def tick(self) -> None:
         now, refusal = time.monotonic(), self._parts.residency.refusal
-        for job in list(self._jobs.values()):
+        is_due = now >= self._look_at_s
+        if is_due:
+            self._look_at_s = now + LOOK_S
+        for job in list(self._jobs.values()) if is_due else ():
             if job.state in NOT_STARTED and refusal:
                 self._give_up(job, refusal)
             elif now > job.deadline_s and job.state is not JobState.ENDING:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from kvxfer.config import WorkerOptions
 from kvxfer.control.channel import Channel
 from kvxfer.control.facts import RankFacts, WorkerFacts
-from kvxfer.errors import CacheError, WorkerDied
+from kvxfer.errors import WorkerDied
 from kvxfer.memory.limits import host_identity
 from kvxfer.telemetry.trace import Trace
 from kvxfer.transfer.connector import Direction, load_connectors
 from kvxfer.transfer.lanes import offered
+from kvxfer.worker.conservation import Conservation
 from kvxfer.worker.engine import Engine, start_engine
 from kvxfer.worker.growth import CacheGrowth
 from kvxfer.worker.heap import freeze_heap
@@ -52,20 +53,13 @@ class WorkerParts:
     """What the roles give the model to do, but for reading KV."""
     watermarks: Watermarks
     trace: Trace
+    conservation: Conservation
     host: str
     """Identity of the running kernel."""
 
     def set_busy(self, busy: bool) -> None:
-        """Told at every tick whether any request is here; conservation is checked when the last
-        has gone. A leak is told at once, and the blocks stay where they are: never reused."""
-        if self.transfer.serving and not busy:
-            counts = self.engine.pools.counts()
-            try:
-                self.engine.pools.check_conservation()
-                if counts.used or counts.quarantined:
-                    raise CacheError(f"blocks are held for no request: {counts}")
-            except CacheError as error:
-                logger.error("conservation is broken at idle: %s", error)
+        """Told at every turn whether any request is here."""
+        self.conservation.tick(busy)
         self.transfer.serving = busy
 
     def status(self) -> dict[str, int | float | str]:
@@ -169,7 +163,18 @@ def _assemble(
     steps = ModelSteps(model, residency, may_trim)
     watermarks = Watermarks(options, engine, growth, residency)
     return WorkerParts(
-        options, engine, growth, residency, peers, transfer, model, steps, watermarks, trace, host
+        options,
+        engine,
+        growth,
+        residency,
+        peers,
+        transfer,
+        model,
+        steps,
+        watermarks,
+        trace,
+        Conservation(engine.pools),
+        host,
     )
 
 
