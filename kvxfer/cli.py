@@ -18,6 +18,7 @@ from kvxfer.bench.layouts import LayoutsOptions
 from kvxfer.bench.namespaces import NamespacesOptions
 from kvxfer.bench.residency import ResidencyOptions
 from kvxfer.bench.share import ShareOptions
+from kvxfer.bench.soak import SoakOptions
 from kvxfer.bench.stress import StressOptions
 from kvxfer.bench.tokens import TokensOptions
 from kvxfer.bench.transfer import TransferOptions
@@ -219,6 +220,18 @@ def control(options: ControlOptions = ControlOptions()) -> int:  # noqa: B008
     from kvxfer.bench.control import run_control
 
     return run_control(options)
+
+
+@bench.command
+def soak(options: SoakOptions = SoakOptions()) -> int:  # noqa: B008
+    """Many hand-overs while both caches grow, shrink and sleep: what was wrong, lost or leaked.
+
+    Exit code 1 if anything was.
+    Example: kvxfer bench soak --hand-overs 100000 --json tests/bench/results/control-soak.json
+    """
+    from kvxfer.bench.soak import run_soak
+
+    return run_soak(options)
 
 
 transfer = cyclopts.App(name="transfer")
