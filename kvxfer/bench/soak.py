@@ -44,7 +44,7 @@ class SoakOptions:
     """How many in all."""
     connector: str = "nixl"
     """What moves the KV."""
-    lane: str = "push"
+    lane: str = "auto"
     """push, pull or auto."""
     seed: int = 0
     """Of prompts and changes."""
@@ -135,7 +135,6 @@ def _run(cluster: SoakCluster, options: SoakOptions, found: Soak) -> None:
 def _sleep(cluster: SoakCluster, found: Soak, is_warm: bool) -> None:
     held = cluster.sleep_and_look()
     found.sleeps += 1
-    print("DEBUG", held.of, flush=True)
     if is_warm:
         found.held.append(held)
 

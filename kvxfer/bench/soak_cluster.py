@@ -62,7 +62,7 @@ class SoakCluster:
         router = Router(peer_timeout_s=30.0)
         undo.callback(router.close)
         cluster = cls(launcher, workers, router)
-        cluster._backends = router.connect([one.address for one in workers], START_TIMEOUT_S)
+        cluster._backends = router.connect([one.address for one in workers], CHANGE_TIMEOUT_S)
         launcher.wait_for(cluster._have_met, START_TIMEOUT_S, "handshake of the pair")
         return cluster
 
