@@ -64,7 +64,7 @@ def _measure(options: ControlOptions, undo: ExitStack) -> dict[str, list[float]]
     directory = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="kvxfer-control-")))
     launcher = undo.enter_context(LocalLauncher(directory, lambda name, text: None))
     prefill = launcher.start("prefill", "prefill.null", _arguments("prefill"))
-    launcher.wait_for(lambda: prefill.is_ready, START_TIMEOUT_S, "start of prefill")
+    launcher.wait_for(lambda: bool(prefill.address), START_TIMEOUT_S, "prefill's address")
     found = directory / "found.json"
     load = [
         *("--prefill", prefill.address),

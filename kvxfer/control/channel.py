@@ -20,6 +20,9 @@ from kvxfer.errors import ControlError, UsageError, WireError
 
 logger = logging.getLogger(__name__)
 
+MAX_QUEUED = 1000
+"""Messages that wait for one peer, and from one: a peer that reads no more costs no more than this,
+and what the kernel holds. The next one is refused, and the peer is lost."""
 LINGER_MS = 200
 """How long a closing socket may still send its last words."""
 
@@ -74,6 +77,8 @@ class Channel:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
+        socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
         self._poller.register(socket, zmq.POLLIN)
         return socket
 
