@@ -30,10 +30,10 @@ def decode(
     prefill
         Address of each prefill worker; it may start later.
     """
-    return run_worker("decode", options, prefill, _make_role)
+    return run_worker("decode", options, prefill, make_role)
 
 
-def _make_role(parts: WorkerParts) -> Role:
+def make_role(parts: WorkerParts) -> Role:
     from decode.worker import DecodeWorker
 
     return DecodeWorker(parts)

@@ -1,15 +1,30 @@
-"""Which prompts a decode worker takes, and which prefill worker gets each."""
+"""Which prompts a decode worker takes, which prefill worker gets each, and when it gets blocks.
+
+Blocks are bound late: a prompt queues at prefill without any, and gets them when prefill says that
+it is about to start. The first few of a pair get theirs at once, so that nothing waits where
+nothing queues.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 
-from decode.schedule import DecodeRequest
+from decode.receiver import Receiver
+from decode.schedule import AT_PREFILL, QUEUED, DecodeRequest, RequestState
+from kvxfer.cache.footprint import blocks_needed
 from kvxfer.control.messages import Generate
 from kvxfer.control.session import Peer
 from kvxfer.errors import UsageError
 from kvxfer.model.sampling import SampleSpec
+from kvxfer.worker.admission import GRANTS_AHEAD
+from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.engine import Engine
+from kvxfer.worker.service_times import ServiceTimes
+
+LONGEST_RETRY_S = 3600.0
+"""A peer's estimate is a hint, not to be believed without bound."""
+Requests = dict[str, DecodeRequest]
+"""By id, in order of arrival."""
 
 
 def why_not(generate: Generate, engine: Engine) -> str:
@@ -28,12 +43,127 @@ def why_not(generate: Generate, engine: Engine) -> str:
     return ""
 
 
+def untried(request: DecodeRequest, ready: Sequence[Peer]) -> list[Peer]:
+    """Prefill workers that no earlier attempt was given to."""
+    return [peer for peer in ready if peer.key not in request.tried]
+
+
 def choose_prefill(
-    request: DecodeRequest, ready: Sequence[Peer], requests: Iterable[DecodeRequest]
+    request: DecodeRequest, ready: Sequence[Peer], load: Mapping[str, Sized]
 ) -> Peer | None:
-    """The ready prefill worker that `request` names, or else the one with the fewest of
-    `requests`; None when it is not there."""
+    """The ready prefill worker that `request` names, or else the untried one with the least `load`,
+    by key; None when it is not there."""
     wanted = request.generate.prefill
-    load = [id(other.prefill) for other in requests]
-    fitting = [peer for peer in ready if wanted in ("", peer.name)]
-    return min(fitting, key=lambda peer: load.count(id(peer)), default=None)
+    fitting = [peer for peer in untried(request, ready) if wanted in ("", peer.name)]
+    return min(fitting, key=lambda peer: len(load.get(peer.key, ())), default=None)
+
+
+def overloaded(
+    request: DecodeRequest, whose: str, retry_after_s: float
+) -> tuple[DecodeRequest, str, str]:
+    """'Try later': the request, why it ends, and that in words."""
+    request.retry_after_s = max(0.0, min(retry_after_s, LONGEST_RETRY_S))
+    text = f"{whose} queue is full: try again in {request.retry_after_s:.3g} s"
+    return request, "overloaded", text
+
+
+class Admission:
+    """Requests on their way to blocks. Control thread only."""
+
+    def __init__(
+        self, parts: WorkerParts, receiver: Receiver, wants_digest: Callable[[str], bool]
+    ) -> None:
+        self._parts = parts
+        self._receiver = receiver
+        self._wants_digest = wants_digest
+        self._queued: dict[RequestState, Requests] = {state: {} for state in QUEUED}
+        self._load: dict[str, Requests] = {}
+        """By prefill worker, what was asked of it and is not filled yet."""
+        self._service = ServiceTimes()
+
+    def __len__(self) -> int:
+        """Requests without blocks."""
+        return sum(map(len, self._queued.values()))
+
+    def full_for_s(self) -> float:
+        """When to try again where the queue is full; 0: there is room."""
+        limit = self._parts.options.max_num_queued_seqs
+        return self._service.wait_s(len(self)) if len(self) >= limit else 0.0
+
+    def add(self, request: DecodeRequest) -> None:
+        self._queued[RequestState.WAITING][request.request_id] = request
+        self.admit()
+
+    def call(self, request: DecodeRequest) -> None:
+        """Prefill is about to start it: a call that is repeated changes nothing."""
+        if request.state is RequestState.ASKED:
+            self._move(request, RequestState.CALLED)
+            self.admit()
+
+    def ask_anew(self, request: DecodeRequest) -> None:
+        """Prefill has never heard of it, and so has not called it."""
+        if request.state is RequestState.CALLED:
+            self._move(request, RequestState.ASKED)
+        self._receiver.ask_for(request)
+
+    def forget(self, request: DecodeRequest) -> None:
+        """It was filled, or has ended: prefill is free of it. Idempotent."""
+        for requests in self._queued.values():
+            if requests.get(request.request_id) is request:
+                del requests[request.request_id]
+        if request.prefill is not None:
+            key = request.prefill.key
+            load = self._load.get(key, {})
+            load.pop(request.grant_id, None)
+            if not load:
+                self._load.pop(key, None)
+
+    def admit(self) -> None:
+        """Blocks to those that prefill has called, in that order, growing when they run low; the
+        others ask, first come, first served."""
+        for request in list(self._queued[RequestState.CALLED].values()):
+            if request.state is RequestState.CALLED and not self._bind(request):
+                break
+        waiting = self._queued[RequestState.WAITING]
+        for request in list(waiting.values()) if self._parts.peers.ready() else ():
+            peer = choose_prefill(request, self._parts.peers.ready(), self._load)
+            if request.state is RequestState.WAITING and peer is not None:
+                self._ask(request, peer)  # else its prefill is not there: it holds up nobody
+
+    def _bind(self, request: DecodeRequest) -> bool:
+        """Whether there are blocks for it."""
+        if not self._allocate(request):
+            return False
+        del self._queued[RequestState.CALLED][request.request_id]
+        self._service.left(len(self))
+        self._receiver.grant(request)
+        return True
+
+    def _ask(self, request: DecodeRequest, peer: Peer) -> None:
+        load = self._load.get(peer.key, {})
+        request.wants_digest = self._wants_digest(request.request_id)
+        is_next = len(load) < GRANTS_AHEAD and not self._queued[RequestState.CALLED]
+        if is_next and all(one.blocks for one in load.values()) and self._allocate(request):
+            del self._queued[RequestState.WAITING][request.request_id]
+            self._service.left(len(self))
+        else:
+            self._move(request, RequestState.ASKED)
+        self._receiver.ask(request, peer)
+        if request.state in AT_PREFILL:  # asking may have shown that the peer is lost
+            self._load.setdefault(peer.key, {})[request.grant_id] = request
+
+    def _allocate(self, request: DecodeRequest) -> bool:
+        """Give it blocks, or grow where there are too few."""
+        pools = self._parts.engine.pools
+        lengths = request.num_prompt_tokens, request.generate.max_new_tokens
+        needed = blocks_needed(request.specs, *lengths, step_tokens=1)
+        if not pools.can_allocate(needed):
+            self._parts.growth.request_for(needed)
+            return False
+        request.blocks = pools.allocate(needed)
+        return True
+
+    def _move(self, request: DecodeRequest, state: RequestState) -> None:
+        del self._queued[request.state][request.request_id]
+        self._queued[state][request.request_id] = request
+        request.state = state

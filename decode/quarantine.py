@@ -35,7 +35,13 @@ class Quarantine:
         return self._waiting.get(grant_id)
 
     def add(self, request: DecodeRequest, reason: str) -> None:
-        """Give up a request that is GRANTED."""
+        """Give up a request that is at prefill. One without blocks is over at once."""
+        if not request.blocks:
+            request.state = RequestState.ENDED
+            if not request.writer_ended:
+                self._abort(request, reason)
+            self._freed()
+            return
         request.state = RequestState.ABORTING
         self._parts.engine.pools.quarantine(request.blocks)
         self._waiting[request.grant_id] = request

@@ -12,13 +12,8 @@ from decode.schedule import DecodeRequest, RequestState
 from kvxfer.cache.footprint import travelling
 from kvxfer.cache.kv_cache import KVCache
 from kvxfer.cache.pools import reaches
-from kvxfer.control.messages import (
-    Done,
-    Grant,
-    PrefillRequest,
-    Ready,
-    Taken,
-)
+from kvxfer.control.admission_messages import Granted
+from kvxfer.control.messages import Done, Grant, PrefillRequest, Ready, Taken
 from kvxfer.control.resync_messages import GrantQuery
 from kvxfer.control.session import Peer
 from kvxfer.errors import WireError
@@ -83,21 +78,23 @@ class Receiver:
         self.on_quiet: Callable[[DecodeRequest], None] = lambda request: None
         """A read of ours ended on a request that is ABORTING."""
 
-    def grant(self, request: DecodeRequest, peer: Peer) -> None:
-        """Ask `peer` to prefill into the request's blocks: a right that is used once."""
+    def ask(self, request: DecodeRequest, peer: Peer) -> None:
+        """Have `peer` prefill into the request's blocks, a right that is used once, or queue for it
+        while it has none: `grant` follows then."""
         request.prefill, request.lane = peer, peer.lane
         request.prefill_name = peer.name
         request.grant_id = secrets.token_hex(8)
-        request.state = RequestState.GRANTED
+        request.state = RequestState.GRANTED if request.blocks else RequestState.ASKED
         self.ask_for(request)
 
     def ask_for(self, request: DecodeRequest) -> None:
-        """Say what is granted, as often as it takes: the grant is used once."""
+        """Say what is asked, and granted, as often as it takes: the grant is used once."""
         peer, generate, now_s = request.prefill, request.generate, time.monotonic()
         assert peer is not None
         request.asked(now_s)
         timeout_s = max(0.001, request.deadline_s - now_s)
-        grant = Grant(request.grant_id, request.prompt_blocks, timeout_s)
+        blocks = request.prompt_blocks if request.blocks else None
+        grant = Grant(request.grant_id, blocks, timeout_s)
         self._peers.send(
             peer.key,
             PrefillRequest(
@@ -108,6 +105,14 @@ class Receiver:
                 request.wants_digest,
             ),
         )
+
+    def grant(self, request: DecodeRequest) -> None:
+        """Name the blocks that prefill has asked for, as often as it asks."""
+        assert request.prefill is not None
+        request.state = RequestState.GRANTED
+        request.asked(time.monotonic())
+        granted = Granted(request.request_id, request.grant_id, request.prompt_blocks)
+        self._peers.send(request.prefill.key, granted)
 
     def ask_again(self, request: DecodeRequest) -> None:
         """Nothing was heard for a while: one of us may have spoken in vain."""

@@ -1,32 +1,41 @@
 """What a decode worker computes next: one token for every sequence that runs.
 
-| request  | what happens                                    | leaves by                      |
-| ---      | ---                                             | ---                            |
-| WAITING  | queued; holds no blocks                         | blocks, and a prefill → GRANTED |
-| GRANTED  | prefill computes and writes, or we read         | complete and proved → FILLED;  |
-|          |                                                 | failed → ABORTING, and perhaps |
-|          |                                                 | another attempt, WAITING       |
-| FILLED   | the prompt's KV is ours; digests if asked for   | → RUNNING                      |
-| RUNNING  | decodes in the batch                            | stop, length, cancel → ENDED   |
-| ABORTING | blocks quarantined while the other side, or a   | Aborted, Failed or fenced, and |
-|          | read of ours, may still write                   | our reads over → ENDED         |
-| ENDED    | blocks are free                                 |                                |
+| request  | what happens                                    | leaves by                       |
+| ---      | ---                                             | ---                             |
+| WAITING  | queued here; no prefill for it is there         | asked → ASKED; at once with     |
+|          |                                                 | blocks if little was → GRANTED  |
+| ASKED    | queued at prefill; nobody holds blocks for it   | Starting → CALLED; failed, Busy |
+|          |                                                 | or lost → ENDED, and perhaps    |
+|          |                                                 | another attempt, WAITING        |
+| CALLED   | prefill is about to start it: it wants blocks   | blocks → GRANTED; else as ASKED |
+| GRANTED  | prefill computes and writes, or we read         | complete and proved → FILLED;   |
+|          |                                                 | failed → ABORTING, and perhaps  |
+|          |                                                 | another attempt, WAITING        |
+| FILLED   | the prompt's KV is ours; digests if asked for   | → RUNNING                       |
+| RUNNING  | decodes in the batch                            | stop, length, cancel → ENDED    |
+| ABORTING | blocks quarantined while the other side, or a   | Aborted, Failed or fenced, and  |
+|          | read of ours, may still write                   | our reads over → ENDED          |
+| ENDED    | blocks are free                                 |                                 |
 
-WAITING and GRANTED have the request's deadline; FILLED and RUNNING end with the model's steps, at
-most max_new_tokens of them. ABORTING has no deadline, on purpose: blocks that may still be written
-to are used for nothing else (`decode.quarantine`). The terminal message to the router is Finished,
-once a request: when its last attempt leaves GRANTED for ABORTING, or when it is ENDED.
+WAITING to GRANTED have the request's deadline, which all attempts share; FILLED and RUNNING end
+with the model's steps, at most max_new_tokens of them. ABORTING has no deadline, on purpose: blocks
+that may still be written to are used for nothing else (`decode.quarantine`). The terminal message
+to the router is Finished, once a request: when its last attempt leaves GRANTED for ABORTING, or
+when it is ENDED. A prompt that finds the queue full is answered 'overloaded' and never becomes a
+request; one that finds the queues of all its attempts full (Busy) ends so.
 
 A grant, as decode sees it, and a lease, its other side where we pull:
 
 | grant  | lease    | means                                     | what is said, and again         |
 | ---    | ---      | ---                                       | ---                             |
-| given  | awaited  | nothing of it is here, or a part of it    | PrefillRequest; after a while   |
+| asked  | none     | ASKED, CALLED: no blocks are named yet    | PrefillRequest; after a while   |
 |        |          |                                           | GrantQuery, later and later     |
+| given  | awaited  | nothing of it is here, or a part of it    | the same; Granted, again as     |
+|        |          |                                           | often as Starting comes         |
 | given  | read     | pull: all was offered, and has been read  | Taken, again as GrantQuery      |
 | used   | over     | Done or Confirmed proved: FILLED and on   | nothing: repeats change nothing |
 | revoked| broken   | ABORTING                                  | Abort, until it is answered     |
-| over   | over     | the writer said so, or is fenced          |                                 |
+| over   | over     | the writer said so, or is fenced          | a call for it: Abort            |
 """
 
 from __future__ import annotations
@@ -54,11 +63,18 @@ ASK_PAUSE_MAX_S = 8.0
 
 class RequestState(enum.Enum):
     WAITING = enum.auto()
+    ASKED = enum.auto()
+    CALLED = enum.auto()
     GRANTED = enum.auto()
     FILLED = enum.auto()
     RUNNING = enum.auto()
     ABORTING = enum.auto()
     ENDED = enum.auto()
+
+
+QUEUED = (RequestState.WAITING, RequestState.ASKED, RequestState.CALLED)
+"""Before any blocks."""
+AT_PREFILL = (RequestState.ASKED, RequestState.CALLED, RequestState.GRANTED)
 
 
 @dataclass
@@ -108,6 +124,8 @@ class DecodeRequest:
     kv_digests: list[str] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
     is_cancelled: bool = False
+    retry_after_s: float = 0.0
+    """Overloaded: when to ask again."""
 
     @property
     def direction(self) -> Direction | None:
@@ -180,9 +198,9 @@ class DecodeRequest:
 
     def why_hopeless(self, now_s: float, refusal: str) -> str:
         """Why to give it up now, or ''; `refusal` is why no prompt is taken at present."""
-        if self.state is RequestState.WAITING and refusal:
+        if self.state in QUEUED and refusal:
             return refusal
-        has_deadline = self.state in (RequestState.WAITING, RequestState.GRANTED)
+        has_deadline = self.state in QUEUED or self.state is RequestState.GRANTED
         is_late = has_deadline and now_s > self.deadline_s
         return f"deadline passed in state {self.state.name}" if is_late else ""
 
@@ -195,6 +213,7 @@ class DecodeRequest:
             self.stats,
             self.kv_digests,
             len(self.output),
+            self.retry_after_s,
         )
 
     def next_step(self) -> SequenceStep:

@@ -6,16 +6,17 @@ import logging
 import time
 from functools import partial
 
-from decode.admission import choose_prefill, why_not
+from decode.admission import Admission, overloaded, why_not
 from decode.arrival import Arrival
-from decode.attempts import next_attempt, untried, why_nowhere
+from decode.attempts import next_attempt, why_nowhere
 from decode.decoding import Decoding
 from decode.lane_trials import LaneTrials
 from decode.quarantine import Quarantine
 from decode.receiver import Receiver
-from decode.schedule import DecodeRequest, RequestState
-from kvxfer.cache.footprint import blocks_needed
+from decode.schedule import AT_PREFILL, QUEUED, DecodeRequest, RequestState
+from kvxfer.control.admission_messages import Busy, Starting
 from kvxfer.control.messages import (
+    Abort,
     Aborted,
     Cancel,
     Confirmed,
@@ -35,6 +36,10 @@ from kvxfer.worker.loop import Handler
 logger = logging.getLogger(__name__)
 
 
+LOOK_S = 0.02
+"""Between two looks at all deadlines."""
+
+
 class DecodeWorker:
     """The role's state machine; see `decode.schedule` for the states. Control thread only."""
 
@@ -42,18 +47,22 @@ class DecodeWorker:
         engine = parts.engine
         self._parts = parts
         self._requests: dict[str, DecodeRequest] = {}
+        self._look_at_s = 0.0
         self._decoding = Decoding(parts, self._end)
         self._receiver = Receiver(
             engine.cache, parts.transfer, parts.peers, lambda: parts.growth.regions, parts.trace
         )
-        self._quarantine = Quarantine(parts, self._admit)
+        self._arrival = Arrival(parts, self._decoding.join, self._fail)
+        self._admission = Admission(parts, self._receiver, self._arrival.wants_digest)
+        self._quarantine = Quarantine(parts, self._admission.admit)
         self._receiver.on_failed = self._retry
         self._receiver.on_quiet = self._quarantine.end_if_quiet
-        self._arrival = Arrival(parts, self._decoding.join, self._fail)
         self._lane_trials = LaneTrials(parts)
         self.handlers: dict[type, Handler] = {
             Generate: self._on_generate,
             Cancel: self._on_cancel,
+            Starting: self._on_starting,
+            Busy: self._on_busy,
             Ready: self._on_ready,
             FirstToken: self._on_first_token,
             Confirmed: self._on_confirmed,
@@ -68,7 +77,7 @@ class DecodeWorker:
         parts.peers.on_lost = self._on_peer_lost
         parts.peers.on_fenced = self._on_fenced
         parts.peers.on_revoked = partial(self._receiver.revoked, self._requests.values())
-        parts.growth.on_settled = self._admit
+        parts.growth.on_settled = self._admission.admit
 
     # --- the router's messages ----------------------------------------------------------------
 
@@ -81,16 +90,19 @@ class DecodeWorker:
         if problem:
             self._finish(request, "error", problem)
             return
+        if retry_after_s := self._admission.full_for_s():
+            self._finish(*overloaded(request, "this decode worker's", retry_after_s))
+            return
         self._requests[request.request_id] = request
         self._parts.trace.event("accepted", request=request.request_id)
-        self._admit()
+        self._admission.add(request)
 
     def _on_cancel(self, key: str, cancel: Cancel) -> None:
         request = self._requests.get(cancel.request_id)
         if request is None or request.router != key:
             return
         request.is_cancelled = True
-        if request.state in (RequestState.WAITING, RequestState.GRANTED):
+        if request.state in QUEUED or request.state is RequestState.GRANTED:
             self._give_up(request, "cancelled", "")
 
     # --- prefill's messages -------------------------------------------------------------------
@@ -104,6 +116,28 @@ class DecodeWorker:
             return None
         request.heard(time.monotonic())
         return request
+
+    def _on_starting(self, key: str, starting: Starting) -> None:
+        request = self._of(key, starting.request_id, starting.grant_id)
+        if request is None:  # it is over, and prefill has not heard so
+            over = Abort(starting.request_id, starting.grant_id, "it is over")
+            self._parts.peers.send(key, over)
+        elif request.state is RequestState.GRANTED:
+            self._receiver.grant(request)  # it was not heard
+        else:
+            self._admission.call(request)
+
+    def _on_busy(self, key: str, busy: Busy) -> None:
+        request = self._of(key, busy.request_id, busy.grant_id)
+        if request is None:
+            return
+        if request.state is RequestState.ABORTING:
+            self._quarantine.writer_over(request)
+        elif request.state in AT_PREFILL:
+            request.writer_ended = True
+            whose = f"prefill worker {request.prefill_name}'s"
+            if not self._begin_again(request, f"{whose} queue is full"):
+                self._give_up(*overloaded(request, whose, busy.retry_after_s))
 
     def _on_ready(self, key: str, ready: Ready) -> None:
         request = self._of(key, ready.request_id, ready.lease.lease_id)
@@ -157,6 +191,7 @@ class DecodeWorker:
         request.writer_ended = True
         if self._take_first_token(request, word.first_token):
             self._receiver.filled(request)
+            self._admission.forget(request)
             self._arrival.check(request, word.digest)
 
     def _on_failed(self, key: str, failed: Failed) -> None:
@@ -172,55 +207,43 @@ class DecodeWorker:
             return
         if request.state is RequestState.ABORTING:
             self._quarantine.writer_over(request)
-        elif request.state is RequestState.GRANTED:
+        elif request.state in AT_PREFILL:
             request.writer_ended = True
             self._retry(request, reason)
 
     def _on_grant_unknown(self, key: str, unknown: GrantUnknown) -> None:
         request = self._of(key, unknown.request_id, unknown.grant_id)
-        if request is not None and request.state is RequestState.GRANTED:
-            self._receiver.ask_for(request)
+        if request is not None and request.state in AT_PREFILL:
+            self._admission.ask_anew(request)
 
     # --- life cycle ---------------------------------------------------------------------------
 
-    def _admit(self) -> None:
-        """Grant blocks to waiting requests, first come, first served; grow when they run low."""
-        pools = self._parts.engine.pools
-        for request in list(self._requests.values()):
-            if request.state is not RequestState.WAITING:
-                continue
-            ready = untried(request, self._parts.peers.ready())
-            peer = choose_prefill(request, ready, self._requests.values())
-            if peer is None:
-                continue  # its prefill is not there: it holds up nobody
-            lengths = request.num_prompt_tokens, request.generate.max_new_tokens
-            needed = blocks_needed(request.specs, *lengths, step_tokens=1)
-            if not pools.can_allocate(needed):
-                self._parts.growth.request_for(needed)
-                return
-            request.blocks = pools.allocate(needed)
-            request.wants_digest = self._arrival.wants_digest(request.request_id)
-            self._receiver.grant(request, peer)
-
     def _retry(self, request: DecodeRequest, reason: str) -> None:
         """This attempt failed: begin another one elsewhere, or fail."""
-        ready = self._parts.peers.ready()
-        again = next_attempt(request, ready, self._requests.values())
-        if again is None:
+        if not self._begin_again(request, reason):
             self._fail(request, reason)
-            return
+
+    def _begin_again(self, request: DecodeRequest, reason: str) -> bool:
+        """Whether another prefill worker is left to try."""
+        again = next_attempt(request, self._parts.peers.ready())
+        if again is None:
+            return False
         logger.warning("request %s: attempt %d: %s", again.request_id, request.attempt, reason)
         self._parts.trace.event("retried", request=again.request_id, reason=reason)
         self._requests[again.request_id] = again
+        self._admission.forget(request)
         self._quarantine.add(request, reason)
-        self._admit()
+        if again.state is RequestState.WAITING:  # its router may have been lost meanwhile
+            self._admission.add(again)
+        return True
 
     def _fail(self, request: DecodeRequest, reason: str) -> None:
         self._give_up(request, "error", reason)
 
     def _give_up(self, request: DecodeRequest, reason: str, error: str) -> None:
         """End a request that is not decoding yet; its blocks may have to wait in quarantine."""
-        if request.state is RequestState.GRANTED:
+        self._admission.forget(request)
+        if request.state in AT_PREFILL:
             del self._requests[request.request_id]
             self._finish(request, reason, error)
             self._quarantine.add(request, error or reason)
@@ -233,23 +256,23 @@ class DecodeWorker:
         request.state = RequestState.ENDED
         del self._requests[request.request_id]
         self._finish(request, reason, error)
-        self._admit()
+        self._admission.admit()
 
     def _finish(self, request: DecodeRequest, reason: str, error: str) -> None:
-        if error:
+        if error and reason != "overloaded":
             logger.warning("request %s: %s", request.request_id, error)
         self._parts.peers.send(request.router, request.finished(reason, error))
 
     def _on_peer_ready(self, peer: Peer) -> None:
         self._quarantine.peer_ready(peer)
-        self._admit()
+        self._admission.admit()
 
     def _on_peer_lost(self, peer: Peer, reason: str) -> None:
         self._lane_trials.lost(peer)
         for request in list(self._requests.values()):
             if request.router == peer.key:
                 request.is_cancelled = True
-            begun = request.state in (RequestState.WAITING, RequestState.GRANTED)
+            begun = request.state in QUEUED or request.state is RequestState.GRANTED
             lost = f"peer {peer.name} is lost: {reason}"
             if begun and request.is_cancelled:
                 self._fail(request, lost)
@@ -261,18 +284,26 @@ class DecodeWorker:
         self._quarantine.fenced(worker_id)
 
     def tick(self) -> None:
-        now, refusal = time.monotonic(), self._parts.residency.refusal
-        ready = self._parts.peers.ready()
-        for request in list(self._requests.values()):
-            hopeless = request.why_hopeless(now, refusal) or why_nowhere(request, ready)
-            if hopeless:
-                self._fail(request, hopeless)
-            elif request.state is RequestState.GRANTED and now >= request.ask_at_s:
-                self._receiver.ask_again(request)
+        now = time.monotonic()
+        if now >= self._look_at_s:
+            self._look_at_s = now + LOOK_S
+            self._look(now)
         self._quarantine.tick(now)
         self._lane_trials.tick()
         busy = self._requests or self._quarantine or self._lane_trials.is_active
         self._parts.set_busy(bool(busy))
 
+    def _look(self, now: float) -> None:
+        """End what has waited too long, or for nothing, and ask about what was not heard of."""
+        refusal, ready = self._parts.residency.refusal, self._parts.peers.ready()
+        for request in list(self._requests.values()):
+            hopeless = request.why_hopeless(now, refusal) or why_nowhere(request, ready)
+            if hopeless:
+                self._fail(request, hopeless)
+            elif request.state in AT_PREFILL and now >= request.ask_at_s:
+                self._receiver.ask_again(request)
+
     def status(self) -> dict[str, int | float | str]:
-        return {**self._parts.status(), "requests": len(self._requests) + len(self._quarantine)}
+        num_requests = len(self._requests) + len(self._quarantine)
+        queued = len(self._admission)
+        return {**self._parts.status(), "requests": num_requests, "queued": queued}

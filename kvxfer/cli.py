@@ -12,12 +12,14 @@ import cyclopts
 from kvxfer.bench.beside import BesideOptions
 from kvxfer.bench.buffer import BufferOptions
 from kvxfer.bench.buffer_plot import BufferPlotOptions
+from kvxfer.bench.control import ControlOptions
 from kvxfer.bench.growth import GrowthOptions
 from kvxfer.bench.identity import IdentityOptions
 from kvxfer.bench.layouts import LayoutsOptions
 from kvxfer.bench.namespaces import NamespacesOptions
 from kvxfer.bench.residency import ResidencyOptions
 from kvxfer.bench.share import ShareOptions
+from kvxfer.bench.soak import SoakOptions
 from kvxfer.bench.stress import StressOptions
 from kvxfer.bench.tokens import TokensOptions
 from kvxfer.bench.transfer import TransferOptions
@@ -229,6 +231,30 @@ def beside(options: BesideOptions = BesideOptions()) -> int:  # noqa: B008
     from kvxfer.bench.beside import run_beside
 
     return run_beside(options)
+
+
+@bench.command
+def control(options: ControlOptions = ControlOptions()) -> int:  # noqa: B008
+    """What a hand-over costs besides the model and the bytes: its latency, and how many a second.
+
+    Exit code 1 where a bar is missed.
+    Example: kvxfer bench control --json tests/bench/results/control-cost.json
+    """
+    from kvxfer.bench.control import run_control
+
+    return run_control(options)
+
+
+@bench.command
+def soak(options: SoakOptions = SoakOptions()) -> int:  # noqa: B008
+    """Many hand-overs while both caches grow, shrink and sleep: what was wrong, lost or leaked.
+
+    Exit code 1 if anything was.
+    Example: kvxfer bench soak --hand-overs 100000 --json tests/bench/results/control-soak.json
+    """
+    from kvxfer.bench.soak import run_soak
+
+    return run_soak(options)
 
 
 transfer = cyclopts.App(name="transfer")

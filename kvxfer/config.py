@@ -65,6 +65,9 @@ class WorkerOptions:
     """Longest prompt plus output in tokens (default: the model's)."""
     max_num_seqs: int = 16
     """Most sequences in one decode step."""
+    max_num_queued_seqs: int = 1024
+    """Most prompts that wait: at decode in all, at prefill of each decode worker. One more is
+    answered 'try later', with an estimate of when."""
     max_num_batched_tokens: int = 256
     """Tokens of one prefill chunk; KV streams to decode after each."""
     enable_prefix_caching: bool = True
@@ -123,7 +126,7 @@ class WorkerOptions:
 def resolve(options: WorkerOptions, role: str) -> WorkerOptions:
     """A new object without an 'auto' that needs no device; raises UsageError."""
     sizes = ("block_size", "max_num_seqs", "max_num_batched_tokens", "threads")
-    positive = (*sizes, "kv_stream_bytes", "tensor_parallel_size")
+    positive = (*sizes, "max_num_queued_seqs", "kv_stream_bytes", "tensor_parallel_size")
     natural = ("max_model_len", "kv_cache_memory_bytes", "memory_budget_bytes", "kv_initial_blocks")
     for name, least in [*((n, 1) for n in positive), *((n, 0) for n in natural)]:
         if getattr(options, name) < least:

@@ -19,10 +19,10 @@ def prefill(options: WorkerOptions) -> int:
     It binds --listen, prints where, and serves until Ctrl-C. Example:
     python -m prefill --model DIR --listen tcp://127.0.0.1:5601
     """
-    return run_worker("prefill", options, (), _make_role)
+    return run_worker("prefill", options, (), make_role)
 
 
-def _make_role(parts: WorkerParts) -> Role:
+def make_role(parts: WorkerParts) -> Role:
     from prefill.worker import PrefillWorker
 
     return PrefillWorker(parts)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from kvxfer.control.admission_messages import Busy
 from kvxfer.control.messages import Aborted, Confirmed, Done, Failed
+from kvxfer.worker.peers import PeerTable
 
 MAX_REMEMBERED = 8192
 
-Word = Done | Confirmed | Failed | Aborted
+Word = Done | Confirmed | Failed | Aborted | Busy
 
 
 class LastWords:
     """The newest so many. A grant that is remembered is over: a request for it that comes late, or
     again, is answered and not computed. Control thread only."""
 
-    def __init__(self, max_remembered: int = MAX_REMEMBERED) -> None:
+    def __init__(self, peers: PeerTable, max_remembered: int = MAX_REMEMBERED) -> None:
+        self._peers = peers
         self._words: OrderedDict[tuple[str, str], Word] = OrderedDict()
         self._max_remembered = max_remembered
 
@@ -29,5 +32,14 @@ class LastWords:
             self._words.popitem(last=False)
         return word
 
-    def of(self, key: str, grant_id: str) -> Word | None:
-        return self._words.get((key, grant_id))
+    def say(self, key: str, grant_id: str, word: Word) -> None:
+        """The end of a grant. Also to a peer that was lost meanwhile: should it live, blocks wait
+        for this."""
+        self._peers.send(key, self.add(key, grant_id, word))
+
+    def repeat(self, key: str, grant_id: str) -> bool:
+        """Whether the grant is over; then that is said again."""
+        word = self._words.get((key, grant_id))
+        if word is not None:
+            self._peers.send(key, word)
+        return word is not None

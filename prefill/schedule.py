@@ -1,124 +1,39 @@
-"""What a prefill worker computes next: jobs in order of arrival, each in chunks.
+"""What a prefill worker computes next: jobs in chunks, decode workers in turn, one job at a time.
 
-| state        | what happens                                           | leaves by               |
-| ---          | ---                                                    | ---                     |
-| WAITING      | queued; holds no blocks                                | blocks free → COMPUTING |
-| COMPUTING    | what was cached is handed over; chunks of the rest are | last one → HANDING_OVER |
-|              | computed, and handed over as they finish               |                         |
-| HANDING_OVER | push: writes in flight; pull: reads under the lease    | proved complete → ENDED |
-|              |                                                        | all: given up → ENDING  |
-| ENDING       | given up; a chunk or writes of ours are not over yet   | they are over → ENDED   |
-| ENDED        | blocks are free; the other side was told               |                         |
-
-WAITING to HANDING_OVER have the grant's deadline, and leave for ENDING by it, by Abort, with the
-peer, and by a failure. ENDING has that of the transport, whose transfers are never abandoned: what
-makes no progress costs the peer its session (`transfer_timeout_s`).
-
-A grant, as prefill sees it, and a lease, which is its other side where decode pulls:
-
-| grant   | lease  | means                                   | its last word                       |
-| ---     | ---    | ---                                     | ---                                 |
-| unknown | none   | no request for it came                  | GrantUnknown; to Abort: Aborted,    |
-|         |        |                                         | and a request that comes is void    |
-| used    | held   | WAITING to HANDING_OVER; blocks of ours | Done, Confirmed → over; a failure,  |
-|         |        | that were offered stay as they are      | a deadline, a loss → broken         |
-| broken  | broken | ENDING                                  | Failed; to Abort: Aborted → over    |
-| over    | over   | ENDED: its last word is remembered      | the same, to whoever asks again     |
-|         |        |                                         | (`prefill.last_words`)              |
+States: see `prefill.job`.
 """
 
 from __future__ import annotations
 
-import enum
-from collections import deque
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from kvxfer.cache.footprint import blocks_needed, prompt_chunks
 from kvxfer.cache.pools import BlockPools
-from kvxfer.cache.prefix_cache import PrefixCache
+from kvxfer.cache.prefix_cache import PrefixCache, why_no_prefix_cache
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.cache.table import BlockTable
-from kvxfer.control.messages import PrefillRequest, TransferStats
-from kvxfer.control.session import Peer
 from kvxfer.model.runner import SequenceStep
 from kvxfer.model.sampling import SampleSpec
-from kvxfer.transfer.connector import Direction
-from kvxfer.transfer.lanes import Lane
-from kvxfer.transfer.rank_plans import RankPlans
+from kvxfer.worker.assembly import WorkerParts
+from kvxfer.worker.service_times import ServiceTimes
+from prefill.job import NOT_STARTED, JobState, PrefillJob
+from prefill.queue import JobQueue
+
+logger = logging.getLogger(__name__)
 
 
-class JobState(enum.Enum):
-    WAITING = enum.auto()
-    COMPUTING = enum.auto()
-    HANDING_OVER = enum.auto()
-    ENDING = enum.auto()
-    ENDED = enum.auto()
-
-
-@dataclass
-class PrefillJob:
-    """One request of one decode worker."""
-
-    request: PrefillRequest
-    peer: Peer
-    deadline_s: float
-    state: JobState = JobState.WAITING
-    blocks: list[list[int]] = field(default_factory=list)
-    """Group by group; the first ones may be those of other jobs, or cached."""
-    hashes: list[bytes] = field(default_factory=list)
-    """Of the prompt's whole blocks; empty where none are cached."""
-    num_cached: int = 0
-    """Tokens whose KV was in our cache when it began."""
-    layers_sent: list[int] = field(default_factory=list)
-    """Of the chunk that is being computed, layers handed over already, group by group."""
-    computed: int = 0
-    """Tokens whose KV is in our cache."""
-    first_token: int | None = None
-    chunk_running: bool = False
-    moves_in_flight: int = 0
-    plans: RankPlans | None = None
-    """Push: of `planned_tokens`, all layers, of which some leave at a time."""
-    planned_tokens: range = range(0)
-    num_ranks_reached: int = 0
-    """Push: ranks of the peer that each piece was planned for."""
-    digest: int | None = None
-    digest_running: bool = False
-    is_taken: bool = False
-    """Pull: decode has read everything."""
-    stats: TransferStats = field(default_factory=TransferStats)
-    failure: str = ""
-    """Why it was given up; told to decode once nothing of ours is under way any more."""
-    lane: Lane | None = None
-    """By which its KV flows: the last piece did; its direction stays to the end."""
-    aborted: bool = False
-    """Decode gave it up and is owed an Aborted."""
-
-    def __post_init__(self) -> None:
-        self.lane = self.peer.lane
-
-    @property
-    def direction(self) -> Direction | None:
-        return self.lane.direction if self.lane else None
-
-    @property
-    def is_pushed(self) -> bool:
-        return self.direction is Direction.PUSH
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """A request id is a router's, who may use it again; a grant is used once."""
-        return self.peer.key, self.request.grant.grant_id
-
-    @property
-    def is_quiet(self) -> bool:
-        """Neither the model nor the connectors work for it."""
-        busy = self.chunk_running or self.digest_running
-        return not busy and self.moves_in_flight == 0
+def make_prefix_cache(parts: WorkerParts) -> PrefixCache:
+    """On if it is wanted and the model allows; says so where it does not."""
+    specs, is_wanted = parts.engine.specs, parts.options.enable_prefix_caching
+    why_not = why_no_prefix_cache(specs)
+    if is_wanted and why_not:
+        logger.info("prefix cache: off, %s", why_not)
+    return PrefixCache(parts.engine.pools, specs, is_on=is_wanted)
 
 
 class PrefillScheduler:
-    """First come, first served; one job computes at a time. Control thread only."""
+    """The queue, and the job that computes. Control thread only."""
 
     def __init__(
         self,
@@ -126,42 +41,58 @@ class PrefillScheduler:
         chunk_tokens: int,
         specs: Sequence[KVCacheSpec],
         prefix_cache: PrefixCache,
+        max_queued: int = 1024,
     ) -> None:
+        """`max_queued`: most jobs of one decode worker that wait."""
         self._pools = pools
         self._prefix_cache = prefix_cache
         self._chunk_tokens = chunk_tokens
         self._specs = specs
-        self._waiting: deque[PrefillJob] = deque()
+        self._queue = JobQueue(max_queued)
+        self._service = ServiceTimes()
         self.current: PrefillJob | None = None
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._queue)
+
+    def busy_for_s(self, peer: str) -> float:
+        """When a decode worker whose share of the queue is full may try again; 0: now."""
+        return self._service.wait_s(len(self._queue)) if self._queue.is_full(peer) else 0.0
 
     def add(self, job: PrefillJob) -> None:
         job.hashes = self._prefix_cache.hashes(job.request.tokens)
-        self._waiting.append(job)
+        self._queue.add(job)
+
+    def to_call(self) -> list[PrefillJob]:
+        """As `JobQueue.to_call`."""
+        return self._queue.to_call()
 
     def remove(self, job: PrefillJob) -> None:
         """Drop a job that is given up: it is computed no further."""
-        if job in self._waiting:
-            self._waiting.remove(job)
+        if job.state in NOT_STARTED:
+            self._queue.remove(job)
         if self.current is job:
             self.current = None
 
+    def finish(self, job: PrefillJob) -> None:
+        """A job has ended: one that was started makes room for another of its decode worker."""
+        if job.is_started:
+            self._queue.finish(job)
+
     def wanted_blocks(self) -> list[int]:
         """Blocks of each group that the job at the front waits for; empty if it can start."""
-        if self.current is not None or not self._waiting:
+        job = self._queue.next() if self.current is None else None
+        if job is None:
             return []
-        job = self._waiting[0]
         cost = self._prefix_cache.cost(self._needed(job), self._prefix(job))
         return [] if self._pools.can_allocate(cost) else cost
 
     def next_chunk(self) -> tuple[PrefillJob, SequenceStep] | None:
         """The next chunk to compute; a waiting job gets its blocks here, when it can."""
-        if self.current is None and self._waiting:
-            if not self._start(self._waiting[0]):
+        if self.current is None:
+            job = self._queue.next()
+            if job is None or not self._start(job):
                 return None
-            self._waiting.popleft()
         if self.current is None or self.current.chunk_running:
             return None
         return self.current, self._chunk(self.current)
@@ -175,7 +106,9 @@ class PrefillScheduler:
         job.num_cached = len(prefix[0]) * self._specs[0].block_size
         job.computed = job.num_cached
         self._prefix_cache.count(len(job.request.tokens), job.num_cached)
-        job.state = JobState.COMPUTING
+        self._queue.start(job)
+        self._service.left(len(self._queue))
+        job.state, job.is_started = JobState.COMPUTING, True
         self.current = job
         return True
 

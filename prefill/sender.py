@@ -23,7 +23,7 @@ from kvxfer.transfer.regions import RegionSet
 from kvxfer.worker.peers import PeerTable
 from kvxfer.worker.stats import add_movement
 from kvxfer.worker.transfer_thread import Movement, TransferThread
-from prefill.schedule import PrefillJob
+from prefill.job import PrefillJob
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ class Sender:
         assert facts is not None
         num_prompt, geometry = len(job.request.tokens), self._cache.geometry
         source = WorkerSide(geometry, self._size, self._regions(), self.kept(job))
-        granted, size = job.request.grant.blocks, facts.tensor_parallel_size
-        target = WorkerSide(facts.geometry, size, job.peer.regions, granted)
+        size = facts.tensor_parallel_size
+        target = WorkerSide(facts.geometry, size, job.peer.regions, job.granted)
         job.num_ranks_reached = size
         moved = travelling(geometry.specs, num_prompt, tokens, facts.geometry.specs)
         return RankPlans(source, target, num_prompt, moved)

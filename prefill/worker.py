@@ -9,15 +9,8 @@ from functools import partial
 from typing import Any
 
 from kvxfer.cache.pools import reaches
-from kvxfer.cache.prefix_cache import PrefixCache, why_no_prefix_cache
-from kvxfer.control.messages import (
-    Abort,
-    Aborted,
-    Failed,
-    FirstToken,
-    PrefillRequest,
-    Taken,
-)
+from kvxfer.control.admission_messages import Busy, Granted, Starting
+from kvxfer.control.messages import Abort, Aborted, Failed, FirstToken, PrefillRequest, Taken
 from kvxfer.control.resync_messages import GrantQuery, GrantUnknown
 from kvxfer.control.session import Peer
 from kvxfer.errors import KvxferError, TransferError, WireError
@@ -26,26 +19,36 @@ from kvxfer.transfer.connector import Direction
 from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.integrity import Integrity
 from kvxfer.worker.loop import Handler
+from prefill.admission import why_not, why_not_granted
+from prefill.job import NOT_STARTED, JobState, PrefillJob
 from prefill.lane_trials import LaneTrialServer
-from prefill.last_words import LastWords, Word
-from prefill.refusals import why_not
-from prefill.schedule import JobState, PrefillJob, PrefillScheduler
+from prefill.last_words import LastWords
+from prefill.schedule import PrefillScheduler, make_prefix_cache
 from prefill.sender import Sender
 from prefill.streaming import LayerStreamer, Written
 
 logger = logging.getLogger(__name__)
 
 
+LOOK_S = 0.02
+"""Between two looks at all deadlines."""
+
+
 class PrefillWorker:
-    """The role's state machine; see `prefill.schedule` for the states. Control thread only."""
+    """The role's state machine; see `prefill.job` for the states. Control thread only."""
 
     def __init__(self, parts: WorkerParts) -> None:
         engine = parts.engine
         self._parts = parts
         self._jobs: dict[tuple[str, str], PrefillJob] = {}
-        self._prefix_cache = _prefix_cache(parts)
+        self._look_at_s = 0.0
+        self._prefix_cache = make_prefix_cache(parts)
         self._scheduler = PrefillScheduler(
-            engine.pools, parts.options.max_num_batched_tokens, engine.specs, self._prefix_cache
+            engine.pools,
+            parts.options.max_num_batched_tokens,
+            engine.specs,
+            self._prefix_cache,
+            parts.options.max_num_queued_seqs,
         )
         self._sender = Sender(
             engine.cache,
@@ -55,13 +58,14 @@ class PrefillWorker:
             parts.trace,
             self._settle,
         )
-        self._last_words = LastWords()
+        self._last_words = LastWords(parts.peers)
         self._integrity = Integrity(parts)
         self._streamer = LayerStreamer(parts)
         self._lane_trials = LaneTrialServer(parts)
         self.handlers: dict[type, Handler] = {
             PrefillRequest: self._on_request,
             GrantQuery: self._on_query,
+            Granted: self._on_granted,
             Taken: self._on_taken,
             Abort: self._on_abort,
             **self._lane_trials.handlers,
@@ -76,38 +80,53 @@ class PrefillWorker:
     def _on_request(self, key: str, request: PrefillRequest) -> None:
         peer = self._parts.peers.require(key)
         job = PrefillJob(request, peer, time.monotonic() + request.grant.timeout_s)
-        if job.key in self._jobs or self._repeats(key, request.grant.grant_id):
+        if (known := self._jobs.get(job.key)) is not None:
+            if request.grant.blocks is not None:
+                self._bind(known, request.grant.blocks)
+            return
+        if self._last_words.repeat(key, request.grant.grant_id):
             return  # a grant is used once; they ask again since they may not have been heard
-        refusal = self._parts.residency.refusal
-        problem = refusal or why_not(request, peer, self._parts.engine)
+        problem = self._parts.residency.refusal or why_not(request, peer, self._parts.engine)
         if problem:
             grant_id = request.grant.grant_id
-            self._say(key, grant_id, Failed(request.request_id, grant_id, problem))
+            self._last_words.say(key, grant_id, Failed(request.request_id, grant_id, problem))
+            return
+        if retry_after_s := self._scheduler.busy_for_s(key):
+            grant_id = request.grant.grant_id
+            self._last_words.say(key, grant_id, Busy(request.request_id, grant_id, retry_after_s))
             return
         self._jobs[job.key] = job
         self._parts.trace.event("requested", request=request.request_id)
         self._scheduler.add(job)
         self._pump()
 
-    def _say(self, key: str, grant_id: str, word: Word) -> None:
-        """The end of a grant. Also to a peer that was lost meanwhile: should it live, blocks wait
-        for this."""
-        self._parts.peers.send(key, self._last_words.add(key, grant_id, word))
+    def _on_granted(self, key: str, granted: Granted) -> None:
+        job = self._jobs.get((key, granted.grant_id))
+        if job is None:
+            self._last_words.repeat(key, granted.grant_id)
+        else:
+            self._bind(job, granted.blocks)
 
-    def _repeats(self, key: str, grant_id: str) -> bool:
-        """Whether the grant is over; then that is said again."""
-        word = self._last_words.of(key, grant_id)
-        if word is not None:
-            self._parts.peers.send(key, word)
-        return word is not None
+    def _bind(self, job: PrefillJob, blocks: list[list[int]]) -> None:
+        """Decode names its blocks: the same ones, however often it says so. Raises WireError."""
+        if job.state is JobState.CALLED:
+            if wrong := why_not_granted(job.peer, blocks, len(job.request.tokens)):
+                self._give_up(job, wrong)
+                return
+            job.bind(blocks)
+            self._pump()
+        elif job.state is not JobState.ENDING and blocks != job.granted:
+            raise WireError(f"request {job.request.request_id}: blocks that nobody asked for")
 
     def _on_query(self, key: str, query: GrantQuery) -> None:
         self._parts.peers.require(key)
         job = self._jobs.get((key, query.grant_id))
         if job is None:
-            if not self._repeats(key, query.grant_id):
+            if not self._last_words.repeat(key, query.grant_id):
                 unknown = GrantUnknown(query.request_id, query.grant_id)
                 self._parts.peers.send(key, unknown)
+        elif job.state is JobState.CALLED:
+            self._call(job)
         elif job.state is JobState.HANDING_OVER and job.direction is Direction.PULL:
             self._sender.offer_again(job, query, job.deadline_s - time.monotonic())
 
@@ -116,10 +135,10 @@ class PrefillWorker:
         if job is not None and job.direction is not Direction.PULL:
             raise WireError(f"request {taken.request_id}: Taken where we push")
         if job is None:
-            if not self._repeats(key, taken.lease_id):
+            if not self._last_words.repeat(key, taken.lease_id):
                 logger.warning("%s took request %s, which is over", key, taken.request_id)
                 broken = Failed(taken.request_id, taken.lease_id, "the lease was broken")
-                self._say(key, taken.lease_id, broken)
+                self._last_words.say(key, taken.lease_id, broken)
             return
         if job.state is not JobState.HANDING_OVER:
             self._give_up(job, "taken before all was offered")
@@ -145,13 +164,22 @@ class PrefillWorker:
 
     def _on_revoked(self, peer: Peer, lowest: list[int]) -> None:
         for job in [job for job in self._jobs.values() if job.peer is peer]:
-            if reaches(job.request.grant.blocks, lowest):
+            if job.granted and reaches(job.granted, lowest):
                 self._give_up(job, f"{peer.name} revoked memory that it had granted")
 
     # --- work ---------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Start whatever can start."""
+        """Start whatever can start, and have the blocks named for what comes after it."""
+        self._compute()
+        for job in self._scheduler.to_call():
+            self._call(job)
+
+    def _call(self, job: PrefillJob) -> None:
+        starting = Starting(job.request.request_id, job.request.grant.grant_id)
+        self._parts.peers.send(job.peer.key, starting)
+
+    def _compute(self) -> None:
         wanted = self._scheduler.wanted_blocks()
         if wanted:
             self._parts.growth.request_for(wanted)
@@ -257,11 +285,11 @@ class PrefillWorker:
             message: Any = Aborted(*ids) if job.aborted else Failed(*ids, job.failure)
             logger.warning("request %s: %s", ids[0], job.failure)
             self._end(job)
-            self._say(job.peer.key, ids[1], message)
+            self._last_words.say(job.peer.key, ids[1], message)
         elif job.state is JobState.HANDING_OVER and (job.is_taken or job.is_pushed):
             word = self._sender.complete(job)
             self._end(job)
-            self._say(job.peer.key, ids[1], word)
+            self._last_words.say(job.peer.key, ids[1], word)
 
     def _end(self, job: PrefillJob) -> None:
         """Idempotent: telling decode the end may lose it, and that gives up all of its jobs."""
@@ -269,14 +297,18 @@ class PrefillWorker:
             return
         job.state = JobState.ENDED
         del self._jobs[job.key]
+        self._scheduler.finish(job)
         if job.blocks:
             self._parts.engine.pools.free(job.blocks)
         self._pump()
 
     def tick(self) -> None:
         now, refusal = time.monotonic(), self._parts.residency.refusal
-        for job in list(self._jobs.values()):
-            if job.state is JobState.WAITING and refusal:
+        is_due = now >= self._look_at_s
+        if is_due:
+            self._look_at_s = now + LOOK_S
+        for job in list(self._jobs.values()) if is_due else ():
+            if job.state in NOT_STARTED and refusal:
                 self._give_up(job, refusal)
             elif now > job.deadline_s and job.state is not JobState.ENDING:
                 self._give_up(job, f"deadline passed in state {job.state.name}")
@@ -293,12 +325,3 @@ class PrefillWorker:
                 job.computed > 0 and job.state is not JobState.ENDED for job in self._jobs.values()
             ),
         }
-
-
-def _prefix_cache(parts: WorkerParts) -> PrefixCache:
-    """On if it is wanted and the model allows; says so where it does not."""
-    specs, is_wanted = parts.engine.specs, parts.options.enable_prefix_caching
-    why_not = why_no_prefix_cache(specs)
-    if is_wanted and why_not:
-        logger.info("prefix cache: off, %s", why_not)
-    return PrefixCache(parts.engine.pools, specs, is_on=is_wanted)

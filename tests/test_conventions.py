@@ -56,7 +56,7 @@ VENDOR_ROOMS = {
     "uvicorn": ("kvxfer/serve/",),
     "cyclopts": ("kvxfer/config.py", "kvxfer/command.py", "kvxfer/cli.py", "kvxfer/demo/plan.py",
                  "kvxfer/serve/prompts.py", "kvxfer/bench/", "prefill/__main__.py",
-                 "decode/__main__.py"),
+                 "decode/__main__.py", "decode/loaded.py", "decode/null.py"),
     "matplotlib": ("kvxfer/bench/",),
     "rich": ("kvxfer/demo/screen.py", "kvxfer/bench/transfer_screen.py", "kvxfer/doctor/screen.py"),
 }  # fmt: skip

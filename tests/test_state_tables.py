@@ -10,7 +10,7 @@ MACHINES = [
     ("kvxfer.worker.growth", "GrowthState", "state"),
     ("kvxfer.worker.residency", "ResidencyState", "state"),
     ("decode.schedule", "RequestState", "request"),
-    ("prefill.schedule", "JobState", "state"),
+    ("prefill.job", "JobState", "state"),
 ]
 
 

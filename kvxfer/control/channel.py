@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 RECONNECT_MS = 100
 RECONNECT_MAX_MS = 1600
 """Pauses between attempts to connect double up to the maximum; ZeroMQ adds some chance."""
+MAX_QUEUED = 1000
+"""Messages that wait for one peer, and from one: a peer that reads no more costs no more than this,
+and what the kernel holds. The next one is refused, and the peer is lost."""
 LINGER_MS = 200
 """How long a closing socket may still send its last words."""
 
@@ -111,6 +114,8 @@ class Channel:
             socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
+        socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
         self._poller.register(socket, zmq.POLLIN)
         return socket
 

@@ -15,7 +15,9 @@
 | owner → peer      | RegionsState         | the answer: all that is registered |
 | router → decode   | Generate, Cancel     | a prompt; the client left |
 | decode → router   | Token, Finished      | each token; exactly one end |
-| decode → prefill  | PrefillRequest       | blocks are granted |
+| decode → prefill  | PrefillRequest       | a prompt, with blocks or without |
+| prefill → decode  | Starting, Busy       | its turn is near; the queue is full |
+| decode → prefill  | Granted              | the blocks, where none were named |
 | prefill → decode  | Done                 | push: all of it is visible |
 | prefill → decode  | Ready, Confirmed     | pull: may be read; what was read is valid |
 | decode → prefill  | Taken                | pull: everything was read |
@@ -35,6 +37,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvxfer.control.admission_messages import Busy, Granted, Starting
 from kvxfer.control.cache_messages import (
     CacheState,
     Defragment,
@@ -146,13 +149,15 @@ class Token(WireStruct, frozen=True):
 class Finished(WireStruct, frozen=True):
     request_id: str
     reason: str
-    """stop, length, cancelled or error."""
+    """stop, length, cancelled, error, or overloaded: nothing was done, and may be asked again."""
     error: str
     num_blocks: int
     transfer: TransferStats
     kv_digests: list[str]
     num_tokens: int
     """Told of it: fewer that arrived are an answer cut short."""
+    retry_after_s: float
+    """Overloaded: when those who wait now may have been served, as measured."""
 
 
 class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -160,7 +165,8 @@ class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     entries that the prompt's hand-over has to bring (`kvxfer.cache.footprint.prompt_entries`)."""
 
     grant_id: str
-    blocks: list[list[int]]
+    blocks: list[list[int]] | None
+    """None: they are named when prefill is about to start (`Starting`, `Granted`)."""
     timeout_s: float
 
 
@@ -279,6 +285,9 @@ Message = (
     | Token
     | Finished
     | PrefillRequest
+    | Starting
+    | Granted
+    | Busy
     | Ready
     | FirstToken
     | Taken

@@ -100,7 +100,8 @@ class Completion:
         """Idempotent; what has ended stays as it is."""
         if self.finished is None:
             count = len(self.output)
-            self.finished = Finished(self.request_id, "error", error, 0, TransferStats(), [], count)
+            none = TransferStats()
+            self.finished = Finished(self.request_id, "error", error, 0, none, [], count, 0.0)
 
     def begin_again(self) -> None:
         self.attempt += 1

@@ -12,6 +12,7 @@ Facts that this file relies on, checked by the tests against byte sets:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,6 +25,8 @@ from kvxfer.transfer.runs import cut
 
 Mask = NDArray[np.bool_]
 
+FEW = 64
+"""Spans that are looked up one by one: numpy's calls cost as much as about so many."""
 _LIMIT = 1 << 62
 """No cache reaches so far; sums below it do not wrap round."""
 
@@ -34,14 +37,16 @@ def crossed_edges(parts: Sequence[Stretches], regions: RegionSet, what: str) -> 
 
     Raises RegionError, which names `what`, where a byte lies in no region.
     """
-    empty = np.zeros(0, dtype=np.int64)
-    starts, ends = [empty], [empty]
+    starts: list[Int64Array] = []
+    ends: list[Int64Array] = []
     for part in parts:
         if len(part.starts):
             _check_limits(part, regions, what)
             for first, last in _reached(part, regions, what):
-                starts.append(first)
-                ends.append(last)
+                starts += [first] if len(first) else []
+                ends += [last] if len(last) else []
+    if not starts or not ends:
+        return np.zeros(0, dtype=np.int64)
     return np.intersect1d(np.concatenate(starts), np.concatenate(ends))
 
 
@@ -57,9 +62,16 @@ def _check_limits(part: Stretches, regions: RegionSet, what: str) -> None:
 
 def _reached(part: Stretches, regions: RegionSet, what: str) -> list[tuple[Int64Array, Int64Array]]:
     """Starts of regions at which spans start, and ends of regions at which spans end."""
-    reached = []
+    reached: list[tuple[Int64Array, Int64Array]] = []
     offsets, outer = part.ascending()
     for level in range(outer, len(part.extents) + 1):
+        if len(offsets) <= FEW:
+            found = _few_inside(offsets, part.span_bytes(level), regions)
+            if found is not None:
+                return [*reached, found]
+            if level < len(part.extents):
+                offsets = _expand(offsets, part, level)
+                continue
         inside, first, last = _inside(offsets, part.span_bytes(level), regions)
         reached.append((first, last))
         offsets = offsets[~inside]
@@ -74,6 +86,24 @@ def _reached(part: Stretches, regions: RegionSet, what: str) -> list[tuple[Int64
     ends = offsets + size
     reached.append((offsets[np.isin(offsets, regions.starts)], ends[np.isin(ends, regions.ends)]))
     return reached
+
+
+def _few_inside(
+    offsets: Int64Array, span: int, regions: RegionSet
+) -> tuple[Int64Array, Int64Array] | None:
+    """What `_inside` finds where all of a few lie in one region each, at a tenth of the cost; None
+    where not all do."""
+    starts, ends = regions.bounds
+    first, last = [], []
+    for offset in offsets.tolist():
+        index = bisect_right(starts, offset) - 1
+        if index < 0 or offset + span > ends[index]:
+            return None
+        if offset == starts[index]:
+            first.append(offset)
+        if offset + span == ends[index]:
+            last.append(offset + span)
+    return np.array(first, dtype=np.int64), np.array(last, dtype=np.int64)
 
 
 def _inside(

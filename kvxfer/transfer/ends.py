@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -31,6 +32,12 @@ class Piece:
     heads: range
 
 
+@lru_cache(maxsize=256)
+def _by_axis(strides: tuple[int, ...]) -> Mapping[str, int]:
+    """Of a geometry, of which there are few, asked for many times a plan."""
+    return dict(zip(AXES, strides, strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class End:
     """A side, narrowed to the blocks that the tokens touch."""
@@ -43,8 +50,8 @@ class End:
     """The global number of the geometry's head 0."""
 
     @property
-    def strides(self) -> dict[str, int]:
-        return dict(zip(AXES, self.geometry.strides, strict=True))
+    def strides(self) -> Mapping[str, int]:
+        return _by_axis(self.geometry.strides)
 
     def starts(self, piece: Piece) -> Int64Array:
         """Where the first byte that moves lies, start by start."""

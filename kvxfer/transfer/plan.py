@@ -70,6 +70,11 @@ class TransferPlan:
         What was checked for all of it holds for each part. Raises PlanError for other layers."""
         if len(layers) != len(self.recipes):
             raise PlanError(f"layers of {len(layers)} groups, the plan has {len(self.recipes)}")
+        if all(
+            recipe and some == recipe.pieces[0].layers
+            for recipe, some in zip(self.recipes, layers, strict=True)
+        ):
+            return self
         boxes: list[Box] = []
         for recipe, some in zip(self.recipes, layers, strict=True):
             if recipe is not None:
@@ -264,8 +269,8 @@ def _used_end(side: CacheSide, tokens: range, name: str) -> End:
 
 
 def _check_unique(dst_blocks: Int64Array) -> None:
-    found, counts = np.unique(dst_blocks, return_counts=True)
-    if len(found) != len(dst_blocks):
+    if len(set(dst_blocks.tolist())) != len(dst_blocks):
+        found, counts = np.unique(dst_blocks, return_counts=True)
         raise PlanError(f"destination block {found[np.argmax(counts)]} would be written twice")
 
 

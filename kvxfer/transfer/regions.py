@@ -71,6 +71,11 @@ class RegionSet:
     def ends(self) -> Int64Array:
         return np.array([region.end for region in self.regions], dtype=np.int64)
 
+    @cached_property
+    def bounds(self) -> tuple[list[int], list[int]]:
+        """Starts and ends, for looking up one at a time."""
+        return self.starts.tolist(), self.ends.tolist()
+
     def includes(self, other: RegionSet) -> bool:
         """Whether each region of `other` is one of these."""
         index = np.searchsorted(self.starts, other.starts)

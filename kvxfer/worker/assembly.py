@@ -12,11 +12,12 @@ from kvxfer.config import WorkerOptions
 from kvxfer.control.channel import Channel
 from kvxfer.control.facts import RankFacts, WorkerFacts
 from kvxfer.control.resync_messages import RegionsAt
-from kvxfer.errors import CacheError, WorkerDied
+from kvxfer.errors import WorkerDied
 from kvxfer.memory.limits import host_identity
 from kvxfer.telemetry.trace import Trace
 from kvxfer.transfer.connector import Direction, load_connectors
 from kvxfer.transfer.lanes import offered
+from kvxfer.worker.conservation import Conservation
 from kvxfer.worker.engine import Engine, start_engine
 from kvxfer.worker.growth import CacheGrowth
 from kvxfer.worker.heap import freeze_heap
@@ -53,20 +54,13 @@ class WorkerParts:
     """What the roles give the model to do, but for reading KV."""
     watermarks: Watermarks
     trace: Trace
+    conservation: Conservation
     host: str
     """Identity of the running kernel."""
 
     def set_busy(self, busy: bool) -> None:
-        """Told at every tick whether any request is here; conservation is checked when the last
-        has gone. A leak is told at once, and the blocks stay where they are: never reused."""
-        if self.transfer.serving and not busy:
-            counts = self.engine.pools.counts()
-            try:
-                self.engine.pools.check_conservation()
-                if counts.used or counts.quarantined:
-                    raise CacheError(f"blocks are held for no request: {counts}")
-            except CacheError as error:
-                logger.error("conservation is broken at idle: %s", error)
+        """Told at every turn whether any request is here."""
+        self.conservation.tick(busy)
         self.transfer.serving = busy
 
     def status(self) -> dict[str, int | float | str]:
@@ -98,6 +92,8 @@ class WorkerParts:
 
 
 MakeRole = Callable[[WorkerParts], Role]
+StartEngine = Callable[..., Engine]
+"""As `start_engine`, which it is but for workers without a model."""
 
 
 def serve(
@@ -108,6 +104,7 @@ def serve(
     dial: Sequence[str],
     make_role: MakeRole,
     announcer: Announcer,
+    start: StartEngine = start_engine,
 ) -> None:
     """Start up and run the control loop until a signal. The channel stays the caller's."""
     with contextlib.ExitStack() as undo:
@@ -115,7 +112,7 @@ def serve(
         undo.callback(trace.close)
         connectors = load_connectors(options.connector)
         initiates = Direction.PULL if role == "decode" else Direction.PUSH
-        engine = start_engine(options, connectors, incarnation, announcer.step, initiates=initiates)
+        engine = start(options, connectors, incarnation, announcer.step, initiates=initiates)
         reports: Mailbox[Report] = Mailbox()
         undo.callback(reports.close)
         parts = _assemble(role, options, engine, channel, reports, trace, incarnation)
@@ -168,7 +165,18 @@ def _assemble(
     steps = ModelSteps(model, residency, may_trim)
     watermarks = Watermarks(options, engine, growth, residency)
     return WorkerParts(
-        options, engine, growth, residency, peers, transfer, model, steps, watermarks, trace, host
+        options,
+        engine,
+        growth,
+        residency,
+        peers,
+        transfer,
+        model,
+        steps,
+        watermarks,
+        trace,
+        Conservation(engine.pools),
+        host,
     )
 
 

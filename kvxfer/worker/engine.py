@@ -173,14 +173,16 @@ def start_engine(
     progress: Progress,
     hooks: Sequence[WarmUpHook] = (),
     initiates: Direction = Direction.PULL,
+    kind: type[Start] | None = None,
 ) -> Engine:
     """Load the model, reserve the cache, warm up, measure. Leaves nothing behind on failure.
 
     `connectors` by name; `initiates` says which transfers this worker starts. `hooks` are run in
-    warm-up and measured: whatever else will allocate in service (S18).
+    warm-up and measured: whatever else will allocate in service (S18). `kind` is how it starts,
+    where not as the options say.
     """
     with ExitStack() as undo:
-        kind = RankedStart if options.tensor_parallel_size > 1 else Start
+        kind = kind or (RankedStart if options.tensor_parallel_size > 1 else Start)
         start = kind(options, connectors, progress, undo)
         capacities = start.capacities()
         if not start.memory.policy.extensible:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -19,6 +20,9 @@ from kvxfer.worker.work_thread import Report
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
+HOUSEKEEPING_S = 0.005
+"""Between two looks at who is there and how full the cache is: turns are many where hand-overs
+are, and such things change slowly."""
 
 Handler = Callable[[str, Any], None]
 
@@ -66,6 +70,7 @@ class ControlLoop:
         self._stopping = False
         self._num_misplaced = 0
         self._num_wrong = 0
+        self._housekeep_at_s = 0.0
         self._handlers: dict[type, Handler] = {
             **peers.handlers,
             StatusQuery: self._on_status_query,
@@ -89,10 +94,12 @@ class ControlLoop:
             self._receive(letter)
         for report in self._reports.drain():
             report()
-        self._peers.tick()
         self._growth.settle(self._peers.laggards, self._peers.lose)
         self._residency.settle()
-        self._watermarks.tick()
+        if time.monotonic() >= self._housekeep_at_s:
+            self._housekeep_at_s = time.monotonic() + HOUSEKEEPING_S
+            self._peers.tick()
+            self._watermarks.tick()
         self._role.tick()
         self._turned()
 

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvxfer.config import WorkerOptions, check_device, resolve
@@ -28,7 +29,7 @@ from kvxfer.transfer.lanes import LANES
 from kvxfer.worker.layouts import asked_layout
 
 if TYPE_CHECKING:
-    from kvxfer.worker.assembly import MakeRole
+    from kvxfer.worker.assembly import MakeRole, StartEngine
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,25 @@ class Announcer:
             raise WorkerDied("the launcher is gone") from None
 
 
-def run_worker(role: str, options: WorkerOptions, dial: Sequence[str], make_role: MakeRole) -> int:
+@dataclass(frozen=True)
+class Setting:
+    """What a bench may put in a part's place; each is called once, in the worker's process."""
+
+    channel: Callable[[str, str, Keys | None], Channel] = Channel
+    load_start: Callable[[], StartEngine] | None = None
+    """Imports what starts the engine, where that is not `start_engine`."""
+
+
+AS_IN_SERVICE = Setting()
+
+
+def run_worker(
+    role: str,
+    options: WorkerOptions,
+    dial: Sequence[str],
+    make_role: MakeRole,
+    setting: Setting = AS_IN_SERVICE,
+) -> int:
     """Run one worker until it is told to stop. Returns the exit code."""
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s {role} %(levelname)s %(message)s", force=True
@@ -80,7 +99,7 @@ def run_worker(role: str, options: WorkerOptions, dial: Sequence[str], make_role
     announcer = Announcer(options.ready_fd)
     try:
         with handle_signals(_request_stop):
-            _run(role, options, dial, make_role, announcer)
+            _run(role, options, dial, make_role, announcer, setting)
         code = 0
     except StopRequested:
         code = 0
@@ -100,6 +119,7 @@ def _run(
     dial: Sequence[str],
     make_role: MakeRole,
     announcer: Announcer,
+    setting: Setting,
 ) -> None:
     if options.ready_fd >= 0:
         end_with_parent()
@@ -109,13 +129,15 @@ def _run(
     for address in dial:
         check_dial("prefill", address, keys)
     incarnation = secrets.token_hex(8)
-    channel = Channel(f"{options.worker_id}.{incarnation}", options.listen, keys)
+    channel = setting.channel(f"{options.worker_id}.{incarnation}", options.listen, keys)
     try:
         announcer.listening(channel.address, options.worker_id)
         announcer.step("importing torch and transformers")
         from kvxfer.worker.assembly import serve
+        from kvxfer.worker.engine import start_engine
 
-        serve(role, options, incarnation, channel, dial, make_role, announcer)
+        start = setting.load_start() if setting.load_start is not None else start_engine
+        serve(role, options, incarnation, channel, dial, make_role, announcer, start)
     finally:
         channel.close()
 

@@ -127,8 +127,8 @@ class SingleWorker:
     def _finish(
         self, key: str, request: Generate, reason: str, error: str, answer: _Answer = _NOTHING
     ) -> None:
-        digests, count = answer.kv_digests, len(answer.tokens)
-        finished = Finished(request.request_id, reason, error, 0, TransferStats(), digests, count)
+        digests, count, none = answer.kv_digests, len(answer.tokens), TransferStats()
+        finished = Finished(request.request_id, reason, error, 0, none, digests, count, 0.0)
         self._parts.peers.send(key, finished)
 
     def tick(self) -> None:

@@ -19,7 +19,7 @@ from kvxfer.memory.chunks import LARGEST_CHUNK
 from kvxfer.memory.limits import ensure_open_files
 from kvxfer.memory.usage import UsageMeter
 from kvxfer.model.groups import Place
-from kvxfer.model.loader import inspect_model
+from kvxfer.model.loader import ModelInfo, inspect_model
 from kvxfer.model.packing import SequenceStep
 from kvxfer.model.runner import ModelRunner
 from kvxfer.transfer.connector import Connector, Direction, MemoryWindow
@@ -74,7 +74,7 @@ class Start:
         self.progress = progress
         self.undo = undo
         self.connectors = connectors
-        self.info = inspect_model(options.model)
+        self.info = self.inspect()
         self.devices = resolve_devices(options.device, options.tensor_parallel_size)
         self.memory = resolve_memory(options, self.devices[0])
         self.meter = UsageMeter(self.memory.driver)
@@ -94,6 +94,9 @@ class Start:
                 "worker's alone: give it explicitly",
                 shared,
             )
+
+    def inspect(self) -> ModelInfo:
+        return inspect_model(self.options.model)
 
     def load(self, dtype: str | None) -> tuple[KVCacheSpec, ...]:
         """The model, whose `runner` and `weights` in bytes are kept; returns its groups' specs."""

@@ -1,15 +1,18 @@
 """A word between decode and prefill that is lost costs some time, and nothing else."""
 
 import pytest
-from support.prefill_wire import confirmed, done, granted, meet, ready, settle_all
+from support.prefill_wire import NUM_TOKENS, confirmed, done, granted, meet, ready, settle_all
 
 from decode import schedule
+from decode.schedule import RequestState
+from kvxfer.control.admission_messages import Granted, Starting
 from kvxfer.control.channel import Channel
 from kvxfer.control.messages import (
     Abort,
     Aborted,
     Confirmed,
     Done,
+    Failed,
     FirstToken,
     PrefillRequest,
     Ready,
@@ -91,6 +94,64 @@ def test_a_message_that_comes_twice_changes_nothing(cluster, monkeypatch, lane, 
         one.check_equal()
     cluster.until_idle()
     assert len(prefill.peers.ready()) == len(decode.peers.ready()) == 1
+
+
+@both_lanes
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("kind", [PrefillRequest, Starting, Granted])
+def test_a_lost_message_of_a_late_grant_is_made_up_for(cluster, losing, lane, kind, count):
+    _, decode = cluster.pair(lane, engine={"bound": 16})
+    sent = [cluster.send(decode, num_tokens=19)]
+    left = losing(kind, count=count)
+    sent += [cluster.send(decode, num_tokens=19) for _ in range(5)]
+    cluster.finish(*sent)
+    for one in sent:
+        one.check_equal()
+    assert left[kind] == 0
+    cluster.until_idle()
+
+
+@both_lanes
+@pytest.mark.parametrize("kind", [PrefillRequest, Starting, Granted])
+def test_a_message_of_a_late_grant_that_comes_twice_changes_nothing(
+    cluster, monkeypatch, lane, kind
+):
+    original = Channel.send
+
+    def send(self, peer, message):
+        for _ in range(2 if isinstance(message, kind) else 1):
+            original(self, peer, message)
+
+    monkeypatch.setattr(Channel, "send", send)
+    prefill, decode = cluster.pair(lane)
+    sent = [cluster.send(decode, num_tokens=19) for _ in range(6)]
+    cluster.finish(*sent)
+    for one in sent:
+        one.check_equal()
+    cluster.until_idle()
+    assert len(prefill.peers.ready()) == len(decode.peers.ready()) == 1
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+def test_a_late_grant_that_prefill_never_heard_of_is_asked_for_again(cluster, is_called):
+    wire, decode = meet(cluster, "push", engine={"bound": 16})
+    for count in range(1, 7):
+        cluster.send(decode, num_tokens=NUM_TOKENS)
+        cluster.until(lambda: len(wire.of(PrefillRequest)) == count)  # noqa: B023
+    last = wire.of(PrefillRequest)[-1]
+    ids = last.request_id, last.grant.grant_id
+    if is_called:
+        wire.send(Starting(*ids))
+        called = RequestState.CALLED, RequestState.GRANTED
+        cluster.until(lambda: decode.role._requests[ids[0]].state in called)
+    wire.send(GrantUnknown(*ids))
+    cluster.until(lambda: len(wire.of(PrefillRequest)) == 7)
+    again = wire.of(PrefillRequest)[-1]
+    assert (again.request_id, again.grant.grant_id) == ids
+    assert (again.grant.blocks is None) == (not wire.of(Granted))
+    for one in wire.of(PrefillRequest):
+        wire.send(Failed(one.request_id, one.grant.grant_id, "enough"))
+    settle_all(cluster, wire)
 
 
 @both_lanes

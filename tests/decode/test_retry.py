@@ -5,7 +5,10 @@ import pytest
 from support.prefill_wire import FIRST, confirmed, done, first_token, granted, ready, settle_all
 from support.workers import SPEC
 
+from decode.schedule import RequestState
+from kvxfer.control.admission_messages import Busy, Starting
 from kvxfer.control.messages import Abort, Failed, Hello, PrefillRequest, Taken
+from prefill.job import JobState
 
 both_lanes = pytest.mark.parametrize("lane", ["push", "pull"])
 
@@ -124,8 +127,8 @@ def test_a_cancel_while_the_second_attempt_waits_for_blocks(cluster):
     """The first one's are in quarantine, and the pool has no others."""
     first, second, decode, sent = held_pair(cluster, "push", engine={"bound": 8})
     lose(decode, first)
+    cluster.until(lambda: [j.state for j in second.role._jobs.values()] == [JobState.CALLED])
     cluster.turn_for(0.05)
-    assert second.role.status()["jobs"] == 0
     assert sent.finished is None
     cluster.router.cancel(sent.completion)
     cluster.finish(sent)
@@ -134,16 +137,83 @@ def test_a_cancel_while_the_second_attempt_waits_for_blocks(cluster):
     cluster.until_idle()
 
 
+# --- before there are blocks ----------------------------------------------------------------------
+
+
+def queued_at_first(cluster, lane, state, **decode):
+    """Of several prompts one that is in `state` at the first of two prefill workers, and both."""
+    first, receiver = cluster.pair(lane, decode=decode)
+    first.runner.hold()
+    sent = [cluster.send(receiver, num_tokens=17) for _ in range(6)]
+    role = receiver.role
+    cluster.until(
+        lambda: sum(one.state is not RequestState.WAITING for one in role._requests.values()) == 6
+    )
+    second = add_prefill(cluster, receiver, lane)
+    cluster.until(lambda: any(one.state is state for one in role._requests.values()))
+    name = next(one.request_id for one in role._requests.values() if one.state is state)
+    return first, second, receiver, sent, name
+
+
+STATES = pytest.mark.parametrize("state", [RequestState.ASKED, RequestState.CALLED])
+
+
+@both_lanes
+@STATES
+def test_what_is_queued_at_a_prefill_that_is_lost_is_asked_of_another(cluster, lane, state):
+    first, _, decode, sent, _ = queued_at_first(cluster, lane, state, engine={"bound": 14})
+    lose(decode, first)
+    first.runner.release()
+    cluster.finish(*sent)
+    for one in sent:
+        one.check_equal()
+    cluster.until_idle()
+
+
+@pytest.mark.parametrize("kind", [Busy, Failed])
+@STATES
+def test_what_a_prefill_gives_back_is_asked_of_another_or_ends(cluster, kind, state):
+    wires, decode = add_wires(cluster, "push", engine={"bound": 14})
+    sent = []
+    for _ in range(8):
+        sent.append(cluster.send(decode, num_tokens=17))
+        cluster.until(lambda: sum(len(w.of(PrefillRequest)) for w in wires) == len(sent))
+    asked = wires[0].of(PrefillRequest)[-1]
+    assert asked.grant.blocks is None
+    if state is RequestState.CALLED:
+        wires[0].send(Starting(asked.request_id, asked.grant.grant_id))
+        cluster.until(lambda: decode.role._requests[asked.request_id].state is state)
+    used, known = decode.pools.counts().used, len(wires[1].of(PrefillRequest))
+    end = 2.5 if kind is Busy else "out of luck"
+    wires[0].send(kind(asked.request_id, asked.grant.grant_id, end))
+    cluster.until(lambda: len(wires[1].of(PrefillRequest)) == known + 1)
+    again = wires[1].of(PrefillRequest)[-1]
+    assert again.request_id == asked.request_id
+    assert again.grant.grant_id != asked.grant.grant_id
+    assert (again.grant.blocks, decode.pools.counts().used) == (None, used)
+    wires[1].send(kind(again.request_id, again.grant.grant_id, end))
+    (one,) = [s for s in sent if s.completion.request_id == asked.request_id]
+    cluster.finish(one)
+    assert one.finished.reason == ("overloaded" if kind is Busy else "error")
+    assert one.finished.retry_after_s == (2.5 if kind is Busy else 0.0)
+    assert not any(a.grant_id == asked.grant.grant_id for w in wires for a in w.of(Abort))
+    for wire in wires * 2:  # what fails at the first is asked of the other
+        for request in wire.of(PrefillRequest):
+            wire.send(Failed(request.request_id, request.grant.grant_id, "enough"))
+        cluster.turn_for(0.05)
+    settle_all(cluster, wires[0])
+
+
 # --- after the first token was told ---------------------------------------------------------------
 
 
-def two_wires(cluster, lane):
-    """Two prefill workers that the test plays; the first has told its first token and failed."""
+def add_wires(cluster, lane, **options):
+    """Two prefill workers that the test plays, and decode."""
     wires = [
         cluster.wire("prefill", "tcp://127.0.0.1:0", lane=lane, worker_id=f"prefill-{i}")
         for i in range(2)
     ]
-    decode = cluster.add("decode", lane=lane)
+    decode = cluster.add("decode", lane=lane, **options)
     for count, wire in enumerate(wires, 1):
         decode.peers.dial(wire.address)
         cluster.until(lambda w=wire: bool(w.of(Hello)))
@@ -151,6 +221,12 @@ def two_wires(cluster, lane):
         facts = wire.of(Hello)[0].facts.ranks[0]
         wire.connector.connect("decode", facts.base_address, facts.description)
         cluster.until(lambda n=count: len(decode.peers.ready()) == n)
+    return wires, decode
+
+
+def two_wires(cluster, lane):
+    """The first of two prefill workers has told its first token and failed."""
+    wires, decode = add_wires(cluster, lane)
     sent, asked = granted(cluster, wires[0], decode)
     wires[0].send(Failed(asked.request_id, asked.grant.grant_id, "out of luck"))
     cluster.until(lambda: bool(wires[1].of(PrefillRequest)))

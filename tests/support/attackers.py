@@ -269,7 +269,8 @@ EXAMPLES: tuple[Message, ...] = (
     Shrink([2], 0.1), Sleep(0.1), WakeUp(), Defragment(0.1), StatusQuery(), Goodbye("g"),
     RegionsRevoke(1, [Region(0, 4096)], [b""]), RegionsRevoked(1),
     RegionsUpdate(2, [Region(0, 4096)], [b""]), Reject("model", "a", "b"), Token("g", 0, 5),
-    Finished("g", "length", "", 5, TransferStats(), ["00"], 1), Status("w", {"a": 1, "b": "c"}),
+    Finished("g", "length", "", 5, TransferStats(), ["00"], 1, 0.0),
+    Status("w", {"a": 1, "b": "c"}),
     CacheState("Shrink", "", False, [4], 4096, 0, 0),
 )  # fmt: skip
 """Of what is seldom said, or by some lanes only."""

@@ -13,8 +13,9 @@ from support.state_hooks import Order
 
 import decode.lane_trials
 import decode.schedule
-import prefill.schedule
+import prefill.job
 from kvxfer.control import session
+from kvxfer.worker.admission import GRANTS_AHEAD
 
 SHORT_S = 0.2
 """Well within the peer's deadline, which is 1 s."""
@@ -24,15 +25,17 @@ FAULTS = ("kill", "restart", "stop, and go on in time", "stop, and go on too lat
 
 TABLES: dict[type[Enum], ModuleType] = {
     decode.schedule.RequestState: decode.schedule,
-    prefill.schedule.JobState: prefill.schedule,
+    prefill.job.JobState: prefill.job,
     session.PeerState: session,
 }
 OWNERS = {session.PeerState: ("prefill:", "decode:")}
 
 
 def table(module: ModuleType) -> list[str]:
-    """The states that a module's docstring draws."""
-    return re.findall(r"^\| ([A-Z_]+) +\|", module.__doc__ or "", re.MULTILINE)
+    """The states that a module's docstring draws, in its first table."""
+    paragraphs = (module.__doc__ or "").split("\n\n")
+    first = next(text for text in paragraphs if text.startswith("|"))
+    return re.findall(r"^\| ([A-Z_]+) +\|", first, re.MULTILINE)
 
 
 def states() -> list[str]:
@@ -97,7 +100,15 @@ def _provoke(service: Service, case: Case) -> None:
         service.finish(other, signal.SIGKILL)
         service[other].launch()
         return
-    asked = [service.ask(num_tokens) for num_tokens in (20, 40, 28)]
+    lengths: tuple[int, ...] = (20, 40, 28)
+    together = case.state.rpartition(".")[2] in ("ASKED", "QUEUED", "CALLED")
+    if together:  # more than are granted at once
+        lengths *= GRANTS_AHEAD
+        service["decode"].send(signal.SIGSTOP)
+    asked = [service.ask(num_tokens) for num_tokens in lengths]
+    if together:
+        service.listen(0.05)
+        service["decode"].send(signal.SIGCONT)
     if case.state in ("RequestState.ABORTING", "JobState.ENDING"):
         service.listen(0.01)
         for one in asked:

@@ -33,7 +33,7 @@ from kvxfer.serve.router import Completion, Router
 from kvxfer.transfer.connector import Connector, Direction, MemoryWindow
 from kvxfer.transfer.multi import MultiConnector
 from kvxfer.worker.engine import Engine
-from kvxfer.worker.process import end_with_parent, run_worker
+from kvxfer.worker.process import Setting, end_with_parent, run_worker
 from kvxfer.worker.rank_transfer import RankTransfer
 
 SPEC = KVCacheSpec(
@@ -95,11 +95,9 @@ def null_engine(
 
 def run_null_worker(order: dict[str, Any], ready_fd: int) -> int:
     from decode.worker import DecodeWorker
-    from kvxfer.worker import assembly
     from prefill.worker import PrefillWorker
 
     role = order["role"]
-    assembly.start_engine = null_engine  # type: ignore[assignment]
     for module, times in TIMES.items():
         for name, value in times.items():
             assert hasattr(sys.modules[module], name), f"{module} has no {name} any more"
@@ -112,7 +110,8 @@ def run_null_worker(order: dict[str, Any], ready_fd: int) -> int:
         | order["options"]
     )
     make_role = {"prefill": PrefillWorker, "decode": DecodeWorker}[role]
-    return run_worker(role, options, order["dial"], make_role)
+    setting = Setting(load_start=lambda: null_engine)
+    return run_worker(role, options, order["dial"], make_role, setting)
 
 
 class NullRouter:

@@ -77,14 +77,14 @@ def install(role: str, path: Path) -> None:
     """Watch all states of a worker of this role."""
     import decode.lane_trials
     import decode.schedule
+    import prefill.job
     import prefill.lane_trials
-    import prefill.schedule
     from kvxfer.control import session
     from kvxfer.worker import residency
     from kvxfer.worker.loop import ControlLoop
 
     hooks = StateHooks(path)
-    for kind in (decode.schedule.DecodeRequest, prefill.schedule.PrefillJob):
+    for kind in (decode.schedule.DecodeRequest, prefill.job.PrefillJob):
         _watch(kind, "state", lambda item, state: hooks.entered(_name(state)))
 
     def peer_entered(peer: Any, state: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which requests a prefill worker can never serve."""
+"""Which prompts, and which grants, a prefill worker takes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from kvxfer.worker.engine import Engine
 
 
 def why_not(request: PrefillRequest, peer: Peer, engine: Engine) -> str:
-    """Why a request of `peer` cannot be served, in one line, or ''."""
-    num_tokens = len(request.tokens)
-    assert peer.facts is not None
+    """Why a prompt of `peer` can never be served by this worker, in one line, or ''."""
+    num_tokens, grant, sampling = len(request.tokens), request.grant, request.sampling
     if num_tokens < 1 or engine.why_too_long(num_tokens, 0):
         return f"prompt of {num_tokens} tokens: this worker takes 1 to {engine.max_model_len}"
     if not 0 <= min(request.tokens) <= max(request.tokens) < engine.info.vocab_size:
         return f"prompt: a token is not in the vocabulary of {engine.info.vocab_size}"
-    wrong = why_not_blocks(peer.facts.geometry, request.grant.blocks, num_tokens)
-    if wrong:
-        return f"grant: {wrong}"
-    if not 0 < request.grant.timeout_s < math.inf:
-        return f"grant has a timeout of {request.grant.timeout_s} s"
-    sampling = request.sampling
+    if grant.blocks is not None and (wrong := why_not_granted(peer, grant.blocks, num_tokens)):
+        return wrong
+    if not 0 < grant.timeout_s < math.inf:
+        return f"grant has a timeout of {grant.timeout_s} s"
     try:
         SampleSpec(sampling.temperature, sampling.top_p, sampling.seed)
     except UsageError as error:
         return str(error)
     return ""
+
+
+def why_not_granted(peer: Peer, blocks: list[list[int]], num_tokens: int) -> str:
+    """Why `peer` cannot mean these blocks of its cache, or ''."""
+    assert peer.facts is not None
+    wrong = why_not_blocks(peer.facts.geometry, blocks, num_tokens)
+    return f"grant: {wrong}" if wrong else ""

@@ -1,0 +1,158 @@
+"""`kvxfer bench soak`: many hand-overs between two workers that grow, shrink and sleep meanwhile.
+
+Real connectors move the KV of `null_engine`'s pattern, so every answer is known and a wrong byte
+shows as a wrong token. What a worker holds is looked at while both sleep, when no KV is among it.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cyclopts import Parameter
+
+from kvxfer.bench.null_tokens import VOCAB_SIZE, answer
+from kvxfer.bench.record import Record, command_line
+from kvxfer.bench.report import Figure, describe_machine
+from kvxfer.bench.soak_cluster import Held, SoakCluster
+from kvxfer.errors import DeadlineExceeded, UsageError
+from kvxfer.serve.completion import Completion
+
+OUTSTANDING = 12
+ANSWER_TIMEOUT_S = 60.0
+CHANGE_EVERY = 50
+"""Hand-overs between two shrinks of one cache or the other."""
+SLEEP_EVERY = 4
+"""Of those, between two sleeps of both."""
+LONGEST_PROMPT, LONGEST_ANSWER = 90, 3
+WARM = 0.2
+"""Of all hand-overs, after which what is held must not grow any more."""
+RSS_BAR_BYTES = 32 << 20
+"""The interpreter's heap breathes; a leak of 1 KiB a hand-over would be three times that."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoakOptions:
+    """What `kvxfer bench soak` may be told."""
+
+    hand_overs: int = 2000
+    """How many in all."""
+    connector: str = "nixl"
+    """What moves the KV."""
+    lane: str = "auto"
+    """push, pull or auto."""
+    seed: int = 0
+    """Of prompts and changes."""
+    json: Path | None = None
+    """Write the figures to this file."""
+
+
+@dataclass
+class Soak:
+    """What was found so far."""
+
+    wrong: int = 0
+    failed: list[str] = field(default_factory=list)
+    done: int = 0
+    shrinks: int = 0
+    sleeps: int = 0
+    held: list[Held] = field(default_factory=list)
+    """Sample by sample; the first after the warm part."""
+    problems: list[str] = field(default_factory=list)
+
+
+def run_soak(options: SoakOptions) -> int:
+    """Run, print, write; 1 when anything was wrong, lost or leaked. Raises KvxferError."""
+    if options.hand_overs < 10:
+        raise UsageError("hand_overs", options.hand_overs, "must be at least 10")
+    record = Record(options.json, command_line("soak", options))
+    record.machine = describe_machine("cpu")
+    found = Soak()
+    with ExitStack() as undo:
+        directory = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="kvxfer-soak-")))
+        cluster = SoakCluster.start(directory, options.connector, options.lane, undo)
+        start_s = time.monotonic()
+        _run(cluster, options, found)
+        took_s = time.monotonic() - start_s
+        found.problems += cluster.why_not_conserved()
+    for problem in (*found.problems, *found.failed[:5]):
+        print(f"soak: {problem}", flush=True)
+    record.add(*_figures(found, took_s))
+    return record.exit_code
+
+
+def _figures(found: Soak, took_s: float) -> list[Figure]:
+    first, last = found.held[0], found.held[-1]
+    grown = {name: value - first.of[name] for name, value in last.of.items()}
+
+    def none(metric: str, value: float, unit: str, bar: float = 0.0) -> Figure:
+        return Figure(f"soak: {metric}", value, unit, bar, "lower", found.done, 0.0)
+
+    return [
+        Figure("soak: hand-overs", found.done, "requests", None, "higher", 1, 0.0),
+        Figure("soak: shrinks, each followed by growth", found.shrinks, "", None, "higher", 1, 0.0),
+        Figure("soak: sleeps of both workers", found.sleeps, "", None, "higher", 1, 0.0),
+        none("wrong answers", found.wrong, "requests"),
+        none("failed requests", len(found.failed), "requests"),
+        none("workers whose blocks or regions do not add up", len(found.problems), ""),
+        none("RSS grown after the warm part", grown["rss_bytes"], "bytes", RSS_BAR_BYTES),
+        none("descriptors grown", grown["files"], "files"),
+        none("sockets grown", grown["sockets"], "sockets"),
+        none("threads grown", grown["threads"], "threads"),
+        Figure("soak: hand-overs a second", found.done / took_s, "/s", None, "higher", 1, 0.0),
+    ]
+
+
+def _run(cluster: SoakCluster, options: SoakOptions, found: Soak) -> None:
+    chance = random.Random(options.seed)
+    under_way: list[tuple[Completion, int]] = []
+    sent, next_change, next_shrink = 0, CHANGE_EVERY, CHANGE_EVERY // 2
+    while found.done < options.hand_overs:
+        while len(under_way) < OUTSTANDING and sent < min(options.hand_overs, next_change):
+            length = chance.randint(1, LONGEST_PROMPT)
+            prompt = [chance.randrange(VOCAB_SIZE) for _ in range(length)]
+            num_new = chance.randint(1, LONGEST_ANSWER)
+            under_way.append((cluster.submit(prompt, num_new), num_new))
+            sent += 1
+        _collect(cluster, under_way, found)
+        if found.done >= next_shrink:
+            next_shrink += CHANGE_EVERY
+            found.shrinks += 1
+            cluster.shrink(chance)  # while hand-overs are under way; the next prompts make it grow
+        if not under_way and found.done >= next_change:
+            next_change += CHANGE_EVERY
+            if next_change // CHANGE_EVERY % SLEEP_EVERY == 0:
+                _sleep(cluster, found, found.done >= WARM * options.hand_overs)
+    _sleep(cluster, found, True)
+    _sleep(cluster, found, True)
+
+
+def _sleep(cluster: SoakCluster, found: Soak, is_warm: bool) -> None:
+    held = cluster.sleep_and_look()
+    found.sleeps += 1
+    if is_warm:
+        found.held.append(held)
+
+
+def _collect(cluster: SoakCluster, under_way: list[tuple[Completion, int]], found: Soak) -> None:
+    """Take in what is finished. Raises DeadlineExceeded."""
+    cluster.poll()
+    now_s = time.monotonic()
+    for one in list(under_way):
+        completion, num_new = one
+        finished = completion.finished
+        if finished is None:
+            if now_s - completion.sent_s > ANSWER_TIMEOUT_S:
+                raise DeadlineExceeded(f"no answer within {ANSWER_TIMEOUT_S:g} s")
+            continue
+        under_way.remove(one)
+        found.done += 1
+        if finished.error:
+            found.failed.append(finished.error)
+        elif completion.output != answer(completion.tokens, num_new):
+            found.wrong += 1

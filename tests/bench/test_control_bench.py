@@ -1,0 +1,90 @@
+"""What the control plane costs, and a long life of it: the commands, run for a short while."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from kvxfer.bench import soak
+from kvxfer.bench.control import ControlOptions, run_control
+from kvxfer.bench.null_tokens import answer
+from kvxfer.bench.soak import Soak, SoakOptions, run_soak
+from kvxfer.bench.soak_cluster import Held
+from kvxfer.errors import DeadlineExceeded, UsageError
+
+
+def figures(path):
+    return {record["metric"]: record for record in json.loads(path.read_text())}
+
+
+def test_a_short_measurement_of_the_control_path(tmp_path, leaves_nothing_behind):
+    """Its bars are for a quiet machine: here only that it measures."""
+    found = tmp_path / "cost.json"
+    run_control(ControlOptions(rounds=1, alone=20, together=200, json=found))
+    recorded = figures(found)
+    assert recorded["control: accepted to Done, p50"]["bar"] == 1.0
+    assert recorded["control: hand-overs of a pair"]["bar"] == 2000.0
+    assert all(record["value"] > 0 for record in recorded.values())
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [(run_control, ControlOptions(rounds=0)), (run_soak, SoakOptions(hand_overs=9))],
+)
+def test_bad_options_are_refused_by_name(kind, options):
+    with pytest.raises(UsageError, match=r"rounds|hand_overs"):
+        kind(options)
+
+
+@pytest.mark.parametrize("count", [600, pytest.param(2000, marks=pytest.mark.slow)])
+def test_many_hand_overs_lose_nothing(tmp_path, leaves_nothing_behind, count):
+    """Real NIXL, caches that shrink, grow and sleep. Its sockets: see the next test."""
+    found = tmp_path / "soak.json"
+    run_soak(SoakOptions(hand_overs=count, json=found))
+    recorded = figures(found)
+    for name in ("wrong answers", "failed requests", "threads grown"):
+        assert recorded[f"soak: {name}"]["value"] == 0
+    assert recorded["soak: workers whose blocks or regions do not add up"]["value"] == 0
+    assert recorded["soak: RSS grown after the warm part"]["ok"]
+    assert recorded["soak: hand-overs"]["value"] == count
+    assert recorded["soak: sleeps of both workers"]["value"] >= 4
+    sockets = recorded["soak: sockets grown"]["value"]
+    # Each time a peer's agent is learnt afresh, UCX leaves connections open; nothing else may.
+    assert recorded["soak: descriptors grown"]["value"] == sockets
+    assert sockets <= 6 * recorded["soak: sleeps of both workers"]["value"]
+
+
+class Pretended:
+    """A cluster of which the test says what comes of a request."""
+
+    def __init__(self, output=None, error="", answers=True):
+        self.output, self.error, self.answers = output, error, answers
+
+    def submit(self, prompt, num_new):
+        output = answer(prompt, num_new) if self.output is None else self.output
+        finished = SimpleNamespace(error=self.error) if self.answers else None
+        return SimpleNamespace(tokens=prompt, output=output, finished=finished, sent_s=0.0)
+
+    def poll(self): ...
+
+    def shrink(self, chance): ...
+
+    def sleep_and_look(self):
+        return Held(dict.fromkeys(("rss_bytes", "files", "sockets", "threads"), 1))
+
+
+@pytest.mark.parametrize(
+    "cluster, wrong, failed",
+    [(Pretended(), 0, 0), (Pretended(output=[1]), 400, 0), (Pretended(error="no"), 0, 400)],
+)
+def test_a_wrong_answer_is_told_from_a_right_one_and_from_none(cluster, wrong, failed):
+    found = Soak()
+    soak._run(cluster, SoakOptions(hand_overs=400), found)
+    assert (found.done, found.wrong, len(found.failed)) == (400, wrong, failed)
+    assert found.shrinks > 2
+    assert found.sleeps > 2
+
+
+def test_an_answer_that_never_comes_ends_the_soak():
+    with pytest.raises(DeadlineExceeded):
+        soak._run(Pretended(answers=False), SoakOptions(hand_overs=10), Soak())
