@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from support.attackers import AS_ROUTER, Careful, Dialler, Posing, Stranger
 from support.cluster import Cluster
@@ -13,40 +13,20 @@ from support.wire_peer import WirePeer
 from support.workers import Worker
 from support.wrong_messages import WrongMessages
 
-from kvxfer.control.cache_messages import (
-    CacheState,
-    Defragment,
-    RegionsRevoke,
-    RegionsRevoked,
-    Shrink,
-    Sleep,
-    WakeUp,
-)
+from kvxfer.control.cache_messages import Shrink
 from kvxfer.control.channel import Channel, Letter
-from kvxfer.control.lane_messages import LaneChosen, LanePush, LanePushed, LaneReady, LaneTrial
+from kvxfer.control.lane_messages import LanePush, LaneTrial
 from kvxfer.control.messages import (
-    Abort,
-    Aborted,
-    Cancel,
-    Confirmed,
-    Done,
-    Failed,
     Finished,
-    FirstToken,
-    Generate,
     Goodbye,
-    Heartbeat,
+    Grant,
+    Hello,
     Lease,
     Message,
     Ready,
-    RegionsAck,
-    RegionsUpdate,
     Reject,
     Sampling,
-    Status,
     StatusQuery,
-    Taken,
-    Token,
     TransferStats,
     Welcome,
 )
@@ -81,22 +61,77 @@ AS_PREFILL = {
 }
 AS_DECODE = ("PrefillRequest", "PrefillRequest", "Taken", "Abort", "Heartbeat", "RegionsAck",
              "LaneTrial", "LanePush", "LaneChosen")  # fmt: skip
-EXAMPLES: tuple[Message, ...] = (
-    Generate("g", list(range(18)), 4, Sampling(), [], "", True), Cancel("g"),
-    Ready("g", Lease("g", [[1, 2, 3, 4, 5]], 1.0), 0, 18, [(0, 2)], True), Taken("g", "g"),
-    Ready("g", Lease("g", [[1, 2, 3, 4, 5]], 1.0), 0, 8, [(0, 1)], False),
-    FirstToken("g", "g", 5), Confirmed("g", "g", None), Failed("g", "g", "x"), Abort("g", "g", "x"),
-    Done("g", "g", 18, 2, 1, TransferStats(), None), Aborted("g", "g"), Heartbeat(), RegionsAck(1),
-    LaneTrial("t", 4, [1]), LaneReady("t", [1]), LanePush("t", "loopback/push", 4),
-    LanePushed("t", "loopback/push", 100, ""),
-    LaneChosen("t", "loopback/push", 1.0, ["loopback/push"]),
-    Shrink([2], 0.1), Sleep(0.1), WakeUp(), Defragment(0.1), StatusQuery(), Goodbye("g"),
-    RegionsRevoke(1, [Region(0, 4096)], [b""]), RegionsRevoked(1),
-    RegionsUpdate(2, [Region(0, 4096)], [b""]), Reject("model", "a", "b"), Token("g", 0, 5),
-    Finished("g", "length", "", 5, TransferStats(), ["00"]), Status("w", {"a": 1, "b": "c"}),
-    CacheState("Shrink", "", False, [4], 4096, 0, 0),
-)  # fmt: skip
-"""Of what is seldom said, or by some lanes only."""
+PLAUSIBLE: dict[str, Any] = {
+    **dict.fromkeys(("request_id", "grant_id", "lease_id"), "g"),
+    "trial_id": "t",
+    "lane": "loopback/push",
+    "proven": ["loopback/push"],
+    "gbps": 1.0,
+    "num_tokens": 18,
+    "num_layers": 2,
+    "num_ranks": 1,
+    "index": 0,
+    "token": 5,
+    "first_token": 5,
+    "tokens": list(range(18)),
+    "max_new_tokens": 4,
+    "sampling": Sampling(),
+    "prefill": "",
+    "stop_token_ids": [],
+    "verify": True,
+    "wants_digest": False,
+    "digest": None,
+    "blocks": [1],
+    "grant": Grant("g", [[1, 2, 3, 4, 5]], 1.0),
+    "lease": Lease("g", [[1, 2, 3, 4, 5]], 1.0),
+    "start": 0,
+    "stop": 18,
+    "layers": [(0, 2)],
+    "final": True,
+    "transfer": TransferStats(),
+    "tokens_read": 0,
+    "layers_read": [],
+    "stretch_end": 0,
+    "elapsed_ns": 100,
+    "epoch": 1,
+    "generation": 1,
+    "regions": [Region(0, 4096)],
+    "descriptions": [b""],
+    "reason": "length",
+    "error": "",
+    "kv_digests": ["00"],
+    "num_blocks": [4],
+    "timeout_s": 0.1,
+    "request": "Shrink",
+    "problem": "",
+    "is_sleeping": False,
+    "committed_bytes": 4096,
+    "tombstone_bytes": 0,
+    "pinned_bytes": 0,
+    "worker_id": "w",
+    "values": {"a": 1, "b": "c"},
+    "field": "model",
+    "ours": "a",
+    "theirs": "b",
+}
+"""Values of messages' fields that a handler may find right."""
+
+
+def example(kind: type, **others: Any) -> Any:
+    """A message of `kind`. KeyError for a field that PLAUSIBLE does not know: teach it."""
+    known = PLAUSIBLE | others
+    return kind(**{name: known[name] for name in kind.__struct_fields__})  # type: ignore
+
+
+def examples() -> list[Any]:
+    """One of each message at the least: some are seldom said, or by some lanes only."""
+    special: dict[Any, dict[str, Any]] = {LaneTrial: {"num_tokens": 4}, LanePush: {"num_tokens": 4}}
+    special |= {Shrink: {"num_blocks": [2]}, Finished: {"num_blocks": 5}}
+    kinds = [kind for kind in get_args(Message) if kind not in (Hello, Welcome)]
+    made = [example(kind, **special.get(kind, {})) for kind in kinds]
+    return [*made, example(Ready, stop=8, layers=[(0, 1)], final=False)]
+
+
 PLAYED = {
     "xd": "decode", "xp": "prefill", "xs": "prefill", "xr": "decode",
     "quiet-d": "decode", "quiet-p": "prefill",
@@ -186,7 +221,7 @@ class Attack:
             worker.channel.send = tapped  # type: ignore[method-assign]
         self.serve()
         peer = self.peers["xs"]
-        for message in (*EXAMPLES, peer.welcome("push"), peer.hello()):
+        for message in (*examples(), peer.welcome("push"), peer.hello()):
             self.wrong.learn(message)
 
     def serve(self) -> None:
