@@ -30,7 +30,8 @@ from kvxfer.control.messages import (
     TransferStats,
     Welcome,
 )
-from kvxfer.serve.router import Backend, Completion, Router
+from kvxfer.serve.completion import Backend, Completion
+from kvxfer.serve.router import Router
 from kvxfer.transfer.regions import Region
 from kvxfer.worker.residency import ResidencyState
 
@@ -161,7 +162,7 @@ class Attack:
             watch_handlers(worker, self.handled[name])
             self._tap(worker.channel, self.delivered[name])
         cluster.connect_router(self.decode, ring.keys("r"))
-        self.misled = Router(peer_timeout_s=1e9, keys=ring.keys("r"))
+        self.misled = Router(peer_timeout_s=1e9, survives_loss=True, keys=ring.keys("r"))
         self._tap(self.misled._channel, self.delivered["router"])
         self.peers = {name: self._peer(ring, name) for name in PLAYED}
         self._dial()
