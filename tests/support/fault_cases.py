@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
 
+from support.service import PEER_TIMEOUT_S, ROLES, Service, check_ended, until
+from support.state_hooks import Order
+
 import decode.lane_trials
 import decode.schedule
 import prefill.schedule
 from kvxfer.control import session
-from support.service import PEER_TIMEOUT_S, ROLES, Service, check_ended, until
-from support.state_hooks import Order
 
 SHORT_S = 0.2
 """Well within the peer's deadline, which is 1 s."""

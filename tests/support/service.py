@@ -24,7 +24,6 @@ from support.fork_server import ForkServer
 from support.null_process import SPEC
 from support.null_runner import VOCAB_SIZE, Reference
 
-from kvxfer.errors import KvxferError
 from kvxfer.serve.router import Router
 
 ROLES = ("prefill", "decode", "router")
@@ -36,8 +35,8 @@ END_TIMEOUT_S = REQUEST_TIMEOUT_S + 4 * PEER_TIMEOUT_S
 RECOVERY_TIMEOUT_S = 8.0
 START_TIMEOUT_S = 10.0
 SOCKETS_KEPT_BY_UCX = 2
-"""To be 0 once a lost peer's agent is dropped with ours (incarnations). UCX keeps a socket at either
-end, or two, each time that two living agents lose and meet each other: measured, shared memory and
+"""To be 0 once a lost peer's agent is dropped with ours (incarnations). UCX keeps a socket at
+either end, or two, each time that two living agents lose and meet each other: measured, shared memory and
 TCP, nixl 1.5.1; the connector `peer` keeps none, and a peer that died leaves none."""
 _ports = itertools.count(20_000 + os.getpid() % 400 * 20)
 _ports_lock = threading.Lock()
@@ -171,7 +170,6 @@ class Process:
         """What it may leak: descriptors (sockets and memory among them) and threads."""
         process = psutil.Process(self.pid)
         return {"descriptors": process.num_fds(), "threads": process.num_threads()}
-
 
     def open_files(self) -> list[str]:
         found = []
