@@ -81,8 +81,8 @@ def test_the_descriptor_goes_with_close():
 def test_a_put_after_the_end_is_dropped_and_touches_no_descriptor():
     box = Mailbox()
     number = box.fileno()
-    box.close()
     reader, writer = os.pipe()
+    box.close()
     try:
         os.dup2(writer, number)  # the number is somebody else's now
         box.put("late")
