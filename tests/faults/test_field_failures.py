@@ -243,10 +243,11 @@ def test_security(shared: Service, tmp_path: Path) -> None:
     trap = tmp_path / "ran"
     evil = pickle.dumps(_Trap(str(trap)))
     draw = random.Random(3)
-    context = zmq.Context()
+    context, sockets = zmq.Context(), []
     try:
         for role in ("prefill", "decode"):
             socket = context.socket(zmq.DEALER)
+            sockets.append(socket)
             socket.connect(shared.addresses[role])
             for index in range(200):
                 socket.send_multipart(
@@ -254,7 +255,9 @@ def test_security(shared: Service, tmp_path: Path) -> None:
                 )
         assert shared.recover() < PEER_TIMEOUT_S * 4
     finally:
-        context.destroy(linger=0)
+        for socket in sockets:
+            socket.close(linger=0)
+        context.term()
     assert not trap.exists()
     shared.check_idle()
 
