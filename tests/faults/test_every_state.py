@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from support.fault_cases import TABLES, Case, all_cases, run_case, states, table
+from support.fault_cases import Case, all_cases, run_case, states
 from support.fork_server import ForkServer
 from support.service import Service
 
@@ -120,9 +120,3 @@ def test_faults_at(state: str, results: dict[str, list[Result]]) -> None:
     assert len(results[state]) >= len(all_cases(state))
     failed = [f"{one.case} ({one.service}): {one.error}" for one in results[state] if one.error]
     assert not failed, "\n\n".join(failed)
-
-
-@pytest.mark.parametrize("kind", TABLES, ids=lambda kind: kind.__name__)
-def test_the_tables_draw_all_states(kind: Any) -> None:
-    """What is enumerated above is what readers are shown."""
-    assert table(TABLES[kind]) == [state.name for state in kind]

@@ -25,7 +25,7 @@ INDEX: dict[str, tuple[str, ...]] = {
     "a reference that was reused": (
         "decode/test_wrong_push.py::test_a_grant_is_used_once",
         "decode/test_wrong_push.py::test_a_done_of_another_grant_is_not_ours",
-        "prefill/test_refusals.py::test_a_grant_used_twice_costs_the_session",
+        "prefill/test_refusals.py::test_a_grant_asked_for_twice_is_used_once",
     ),
     "blocks freed when a lease ended": (
         "prefill/test_refusals.py::test_a_lease_that_was_given_up_is_never_confirmed",

@@ -259,9 +259,10 @@ class Attack:
             if worker.parts.residency.state is ResidencyState.ASLEEP:
                 worker.parts.residency.wake_up(lambda state: None)
         role = self.decode.role
-        owing = [one.prefill for one in role._requests.values() if one.prefill]
-        owing += [trial.peer for trial in role._lane_trials._ending]
-        for name in {peer.name for peer in owing if not peer.is_met}:
+        given_up = [*role._requests.values(), *role._quarantine]
+        owing = [(one.prefill, one.prefill_name) for one in given_up if one.prefill]
+        owing += [(trial.peer, trial.peer.name) for trial in role._lane_trials._ending]
+        for name in {name for peer, name in owing if not peer.is_met}:
             self.decode.peers.on_fenced(name)
 
     def stop(self) -> None:
