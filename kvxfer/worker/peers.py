@@ -158,7 +158,9 @@ class PeerTable:
         self._peers[key] = peer
         self._replace_older(peer, facts)
         invited = len(facts.ranks)
-        self._load(peer, lambda: Welcome(WIRE_VERSION, self.facts(invited), str(peer.lane)))
+        # What both begin with: the lane that a session before this one chose is not asked about.
+        lane = str(peer.lanes[0])
+        self._load(peer, lambda: Welcome(WIRE_VERSION, self.facts(invited), lane))
 
     def _replace_older(self, peer: Peer, facts: WorkerFacts) -> None:
         """Drop all that an older process of the same worker had, if this one is new."""

@@ -1,4 +1,5 @@
-"""What a peer that never let go of memory can do to its owner, over NIXL and TCP: nothing.
+"""What a peer that never let go of memory can do to its owner, over NIXL by TCP and
+cross-memory attach: nothing.
 
 The owner is another process, since without tombstones it would not survive.
 """
@@ -50,10 +51,11 @@ class Owner:
         return self.process.returncode
 
 
-@pytest.fixture
-def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
-    """Over TCP it is the owner's process that touches the memory."""
-    monkeypatch.setenv("UCX_TLS", "tcp")
+@pytest.fixture(params=["tcp", "cma,tcp"])
+def owner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
+    """Over TCP it is the owner's process that touches the memory; by cross-memory attach the peer
+    does it alone."""
+    monkeypatch.setenv("UCX_TLS", request.param)
     made = Owner()
     yield made
     if made.process.poll() is None:
@@ -108,6 +110,7 @@ def test_a_stale_peer_reads_and_writes_tombstones_and_the_owner_lives(
     assert owner.end() == 0
 
 
+@pytest.mark.parametrize("owner", ["tcp"], indirect=True)
 def test_without_tombstones_the_owner_would_die(
     owner: Owner, stale: tuple[NixlConnector, TransferPlan]
 ) -> None:

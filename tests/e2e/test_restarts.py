@@ -18,6 +18,7 @@ from kvxfer.serve.router import Router
 
 QUICK = ("--peer-timeout-s", "2", "--request-timeout-s", "60")
 NEW_TOKENS = 12
+START_TIMEOUT_S = 180.0
 
 
 class Pair:
@@ -53,7 +54,7 @@ class Pair:
         self.workers[name].process.kill()
         self.workers[name].process.wait(timeout=10)
 
-    def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def until(self, condition: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             self.router.poll(0.02)
@@ -99,7 +100,9 @@ def tokens() -> list[int]:
 
 def serving(pair: Pair, lane: str) -> list[Backend]:
     prefill = pair.start("prefill-a", "--lane", lane)
-    pair.start("decode-a", "--lane", lane, "--prefill", prefill.address)
+    decode = pair.start("decode-a", "--lane", lane, "--prefill", prefill.address)
+    for worker in (prefill, decode):
+        worker.wait_for("ready", START_TIMEOUT_S)
     backends = pair.router.connect([pair.addresses["decode-a"], prefill.address], 60)
     pair.peers_of(backends[0], 1)
     return backends
@@ -123,7 +126,7 @@ def test_each_role_is_killed_and_started_again_and_the_others_stay(
         else:
             old = pair.workers[name]
             pair.kill(name)
-            pair.start(name).wait_for("ready")
+            pair.start(name).wait_for("ready", START_TIMEOUT_S)
             assert old is not pair.workers[name]
         pair.peers_of(decode, 1)
         pair.peers_of(prefill, 1)

@@ -27,7 +27,10 @@ def wait_for_first_transfer(process: subprocess.Popen[str], logs: Path) -> None:
     wait_until(started, 90, "first transfer")
 
 
-@pytest.mark.parametrize(("victim", "other"), [("decode", "prefill"), ("prefill", "decode")])
+@pytest.mark.parametrize(
+    ("victim", "other"),
+    [("decode", "prefill"), pytest.param("prefill", "decode", marks=pytest.mark.slow)],
+)
 def test_a_killed_worker_ends_the_demo_within_ten_seconds(
     victim: str, other: str, tmp_path: Path
 ) -> None:
@@ -47,7 +50,9 @@ def test_a_killed_worker_ends_the_demo_within_ten_seconds(
     assert "ended with code 1" in done.err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_ctrl_c_ends_everything_within_two_seconds(number: signal.Signals, tmp_path: Path) -> None:
     with running_demo(tmp_path, *LONG) as process:
         wait_for_first_transfer(process, tmp_path)

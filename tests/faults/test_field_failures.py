@@ -25,7 +25,7 @@ INDEX: dict[str, tuple[str, ...]] = {
     "a reference that was reused": (
         "decode/test_wrong_push.py::test_a_grant_is_used_once",
         "decode/test_wrong_push.py::test_a_done_of_another_grant_is_not_ours",
-        "prefill/test_refusals.py::test_a_grant_used_twice_costs_the_session",
+        "prefill/test_refusals.py::test_a_grant_asked_for_twice_is_used_once",
     ),
     "blocks freed when a lease ended": (
         "prefill/test_refusals.py::test_a_lease_that_was_given_up_is_never_confirmed",
@@ -148,7 +148,7 @@ def test_blocks_leaked_or_stranded(shared: Service) -> None:
     """All cancelled, all refused, and a router that dies: nothing is held a moment later."""
     for _ in range(6):
         shared.cancel(shared.ask(40, 50))
-    shared.ask(10_000, 1)
+    shared.ask(1000, 1)
     found = shared.collect()
     assert [one.reason for one in found[:6]] == ["cancelled"] * 6
     assert "holds" in found[6].error
@@ -243,16 +243,21 @@ def test_security(shared: Service, tmp_path: Path) -> None:
     trap = tmp_path / "ran"
     evil = pickle.dumps(_Trap(str(trap)))
     draw = random.Random(3)
-    context = zmq.Context()
+    context, sockets = zmq.Context(), []
     try:
         for role in ("prefill", "decode"):
             socket = context.socket(zmq.DEALER)
+            sockets.append(socket)
             socket.connect(shared.addresses[role])
             for index in range(200):
-                socket.send_multipart([evil] if index % 2 else [draw.randbytes(64)] * (index % 3))
+                socket.send_multipart(
+                    [evil] if index % 2 else [draw.randbytes(64)] * (1 + index % 3)
+                )
         assert shared.recover() < PEER_TIMEOUT_S * 4
     finally:
-        context.destroy(linger=0)
+        for socket in sockets:
+            socket.close(linger=0)
+        context.term()
     assert not trap.exists()
     shared.check_idle()
 

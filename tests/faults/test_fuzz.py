@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.attackers import Attack
+from support.attack import Attack
 from support.cluster import Cluster
 from support.fixtures import cluster, num_open_files
 from support.keys import KeyRing

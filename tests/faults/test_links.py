@@ -17,6 +17,8 @@ from support.fork_server import ForkServer
 from support.linked import LinkedService, skip_unless_linked
 from support.service import PEER_TIMEOUT_S, check_ended
 
+pytestmark = pytest.mark.slow
+
 LANES = ("push", "pull")
 
 

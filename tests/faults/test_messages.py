@@ -16,6 +16,8 @@ from support.message_proxy import Faults, MessageProxy
 from support.service import PEER_TIMEOUT_S, Service, check_ended, free_port
 from support.tcp_proxy import TcpProxy
 
+pytestmark = pytest.mark.slow
+
 KINDS = {
     "lost": Faults(lose=0.1),
     "repeated": Faults(repeat=0.3),

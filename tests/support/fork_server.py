@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import select
@@ -85,8 +86,8 @@ class ForkServer:
 def main(fd: int) -> None:
     import support.null_process
 
-    import prefill.worker  # noqa: F401
-
+    for name in ("connectors.nixl", "connectors.peer", "decode.worker", "prefill.worker"):
+        importlib.import_module(name)
     _load_transport()
     gc.collect()
     gc.freeze()

@@ -1,6 +1,5 @@
-"""A service whose workers are apart: prefill left of a link, decode right of it, and all KV on it
-by NIXL over TCP. Control goes by Unix sockets, as nothing but this host is talked to without
-keys."""
+"""A service whose workers are apart: prefill left of a link, decode right of it, and KV on it by
+NIXL over TCP. Control goes by Unix sockets, as nothing but this host is talked to without keys."""
 
 from __future__ import annotations
 

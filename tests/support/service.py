@@ -36,7 +36,7 @@ RECOVERY_TIMEOUT_S = 8.0
 START_TIMEOUT_S = 10.0
 SOCKETS_KEPT_BY_UCX = 2
 """To be 0 once a lost peer's agent is dropped with ours (incarnations). UCX keeps a socket at
-either end, or two, each time that two living agents lose and meet each other: measured, shared
+either end, or two, each time that two living agents lose and meet each other: measured, by shared
 memory and TCP, nixl 1.5.1; the connector `peer` keeps none, and a peer that died leaves none."""
 _ports = itertools.count(20_000 + os.getpid() % 400 * 20)
 _ports_lock = threading.Lock()

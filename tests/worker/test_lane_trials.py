@@ -285,3 +285,16 @@ def test_blocks_of_a_push_that_nobody_answered_for_come_back_with_the_next_trial
     cluster.until(ready(prefill, decode))
     cluster.until(lambda: decode.pools.counts().quarantined == 0)
     cluster.until_idle()
+
+
+def test_a_pair_that_meets_again_agrees_whatever_it_chose_before(cluster):
+    """Prefill remembers the lane of the session before; decode asks for the first one again."""
+    prefill, decode = tried(cluster)
+    (peer,) = prefill.peers.ready()
+    peer.lane = next(lane for lane in peer.lanes if lane != peer.lanes[0])
+    decode.peers.lose(decode.peers.ready()[0].key, "the test says so")
+    cluster.until(lambda: bool(decode.peers.ready()) and len(set(lanes_of(prefill, decode))) == 1)
+    sent = cluster.send(decode, 24, 5)
+    cluster.finish(sent)
+    sent.check_equal()
+    cluster.until_idle()

@@ -76,3 +76,19 @@ def test_the_descriptor_goes_with_close():
     box.close()
     with pytest.raises(OSError):
         os.fstat(fd)
+
+
+def test_a_put_after_the_end_is_dropped_and_touches_no_descriptor():
+    box = Mailbox()
+    number = box.fileno()
+    reader, writer = os.pipe()
+    box.close()
+    try:
+        os.dup2(writer, number)  # the number is somebody else's now
+        box.put("late")
+        assert not select.select([reader], [], [], 0.05)[0]
+        box.close()
+        os.write(number, b"still open")
+    finally:
+        for one in (reader, writer, number):
+            os.close(one)
