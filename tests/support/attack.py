@@ -69,6 +69,7 @@ PLAUSIBLE: dict[str, Any] = {
     "proven": ["loopback/push"],
     "gbps": 1.0,
     "num_tokens": 18,
+    "retry_after_s": 0.1,
     "num_layers": 2,
     "num_ranks": 1,
     "index": 0,
