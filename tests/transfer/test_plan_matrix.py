@@ -1,11 +1,13 @@
-"""Every pair of layouts, block-size ratio and pair of tensor-parallel sizes, byte for byte."""
+"""Every pair of layouts, block-size ratio and pair of tensor-parallel sizes, byte for byte: direct,
+and staged."""
 
 import itertools
 
 import numpy as np
 import pytest
-from support.planning import bytes_of, bytes_of_runs, check_form, chunked
+from support.planning import bytes_of, bytes_of_boxes, bytes_of_runs, check_form, chunked
 
+from connectors.staging_plan import gather, pieces_of, scatter
 from kvxfer.cache.layout import GroupGeometry, KVCacheLayout
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.transfer.connector import Direction
@@ -75,11 +77,28 @@ def check_rank(rank, sizes, sources, target, tokens):
         if rank == sizes[1] // 2:  # one rank's will do: the others' are of the same shapes
             check_form(plan, side.regions, target.side.regions)
             check_plan(plan, Direction.PUSH, side.regions, target.side.regions)
+            staged = memory.copy()
         came_from, went_to = bytes_of_runs(plan.runs)
         memory[went_to] = held[came_from]
+        if rank == sizes[1] // 2:
+            stage(plan, held, staged)
+            assert np.array_equal(staged, memory)
         moved += plan.total_bytes
     assert np.array_equal(memory, expected)
     assert moved == np.count_nonzero(expected)
+
+
+def stage(plan, source, target):
+    """Do `plan` by way of slots, into which about a third of it goes."""
+    slot_bytes = -(-plan.total_bytes // 3)
+    for piece in pieces_of(plan.boxes, slot_bytes):
+        slot = np.zeros(slot_bytes, dtype=np.int64)
+        for boxes, origin, end in (
+            (gather(piece.sources()), source, slot),
+            (scatter(piece.destinations()), slot, target),
+        ):
+            came_from, went_to = bytes_of_boxes(boxes)
+            end[went_to] = origin[came_from]
 
 
 @every_pair
