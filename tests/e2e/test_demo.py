@@ -90,6 +90,7 @@ def bytes_per_token(result: dict[str, list[dict[str, int]]]) -> float:
     return first["bytes"] / first["prompt_tokens"]
 
 
+@pytest.mark.slow
 def test_own_prompts_and_everything_committed_from_the_start(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("ROMEO. But soft, what light through yonder window breaks?\n\nHAMLET. ü ☂\n")

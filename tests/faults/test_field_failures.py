@@ -125,7 +125,7 @@ def test_there_is_a_test_of(report: str) -> None:
         assert function in found, f"{name} is gone"
 
 
-@pytest.fixture(scope="module", params=["push", "pull"])
+@pytest.fixture(scope="module", params=["push", pytest.param("pull", marks=pytest.mark.slow)])
 def shared(request: pytest.FixtureRequest, fork_server: ForkServer) -> Iterator[Service]:
     with Service(fork_server, lane=request.param, connector="peer,nixl") as service:
         yield service

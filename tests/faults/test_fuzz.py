@@ -24,6 +24,9 @@ FEW, MANY = 2_000, 100_000
 GROWTH_BYTES = 24 << 20
 """What allocators keep, at the most; a leak of 1 KiB a message would be four times that."""
 
+FOR_ROUTERS = {"Welcome", "Heartbeat", "Token", "Finished", "Status", "CacheState", "HelloWanted"}
+"""But for Reject and Goodbye, which are never sent to it."""
+
 
 def resident_bytes() -> int:
     gc.collect()
@@ -76,7 +79,8 @@ def check_reached(found: Attack) -> None:
         for kind in ("malformed_messages", "misplaced_messages", "wrong_messages"):
             assert counts[kind] > 0
         assert counts["refused_connections"] == 0  # strangers do not come so far
-    assert set(TYPES) - set(found.delivered["router"]) == {"Reject", "Goodbye"}
+    # What is not for a router it drops alike, whichever of them comes.
+    assert set(found.delivered["router"]) >= FOR_ROUTERS
 
 
 @pytest.fixture(autouse=True)
