@@ -26,6 +26,16 @@ def ask(cluster, wire, decode, **more):
     return sent, asked[0]
 
 
+def hand_over(cluster, wire, lane, asked, **changes):
+    """All KV, to its proof, of which `changes` are other fields."""
+    if lane == "push":
+        wire.send(done(asked, **changes))
+        return
+    wire.send(ready(asked))
+    cluster.until(lambda: bool(wire.of(Taken)))
+    wire.send(msgspec.structs.replace(confirmed(asked), **changes))
+
+
 @pytest.mark.parametrize("lane", LANES)
 def test_it_is_told_before_any_kv_has_travelled(cluster, lane):
     wire, decode = meet(cluster, lane)
@@ -88,12 +98,7 @@ def test_another_first_token_costs_the_peer(cluster, lane):
 def test_where_it_was_lost_the_end_of_the_hand_over_tells_it(cluster, lane):
     wire, decode = meet(cluster, lane)
     sent, asked = ask(cluster, wire, decode)
-    if lane == "push":
-        wire.send(done(asked))
-    else:
-        wire.send(ready(asked))
-        cluster.until(lambda: bool(wire.of(Taken)))
-        wire.send(confirmed(asked))
+    hand_over(cluster, wire, lane, asked)
     cluster.finish(sent)
     assert (sent.finished.reason, sent.completion.output[0]) == ("length", FIRST)
     wire.send(first_token(asked))
@@ -104,12 +109,7 @@ def test_where_it_was_lost_the_end_of_the_hand_over_tells_it(cluster, lane):
 def test_an_end_of_the_hand_over_that_tells_another_never_counts(cluster, lane):
     wire, decode = meet(cluster, lane)
     sent, asked = granted(cluster, wire, decode)
-    if lane == "push":
-        wire.send(done(asked, first_token=FIRST + 1))
-    else:
-        wire.send(ready(asked))
-        cluster.until(lambda: bool(wire.of(Taken)))
-        wire.send(msgspec.structs.replace(confirmed(asked), first_token=FIRST + 1))
+    hand_over(cluster, wire, lane, asked, first_token=FIRST + 1)
     cluster.finish(sent)
     assert sent.finished.reason == "error"
     check_never_counted(sent, decode)
