@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvxfer.errors import ConnectorError, UsageError
-from kvxfer.transfer.agent import Agent, AgentConnector
+from kvxfer.transfer.agent import Agent
+from kvxfer.transfer.agent_connector import AgentConnector
 from kvxfer.transfer.connector import Direction, MemoryWindow
 from kvxfer.transfer.plan import TransferPlan
 from kvxfer.transfer.reach import RemotePeer, check_plan

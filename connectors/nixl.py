@@ -38,7 +38,8 @@ from connectors.nixl_api import descriptors, load_nixl, segment_of, translated
 from connectors.nixl_environment import wants_progress_thread
 from connectors.nixl_lists import ListCache, UnitList, lists_pay
 from kvxfer.errors import ConnectorError
-from kvxfer.transfer.agent import Agent, AgentConnector
+from kvxfer.transfer.agent import Agent
+from kvxfer.transfer.agent_connector import AgentConnector
 from kvxfer.transfer.connector import Direction, MemoryWindow
 from kvxfer.transfer.plan import TransferPlan
 from kvxfer.transfer.reach import RemotePeer

@@ -24,7 +24,7 @@ from typing import ClassVar, cast
 
 from connectors.peer_agent import PeerAgent
 from kvxfer.errors import ConnectorError
-from kvxfer.transfer.agent import Agent, AgentConnector
+from kvxfer.transfer.agent_connector import AgentConnector
 from kvxfer.transfer.connector import Direction, MemoryWindow
 from kvxfer.transfer.plan import TransferPlan
 from kvxfer.transfer.reach import Description, learn
@@ -34,6 +34,7 @@ class PeerConnector(AgentConnector):
     """Moves bytes out of a peer's pages."""
 
     agent_class = PeerAgent
+    renews_agent = False  # a stale importer keeps pages, and reaches nothing
     directions: ClassVar[frozenset[Direction]] = frozenset({Direction.PULL})
 
     def exercise(self, scratch: MemoryWindow) -> ExitStack:
@@ -80,8 +81,7 @@ class PeerConnector(AgentConnector):
         return super().submit(peer, direction, plan)
 
     def close(self) -> None:
-        agent = self._agent
-        if agent is None:
+        if self._is_closed:
             return
         peer_agent = self._peer_agent()
         with ExitStack() as release:
@@ -90,15 +90,16 @@ class PeerConnector(AgentConnector):
                 peer_agent.lose(known.agent, "it was closed")
             super().close()
 
-    def _leave(self, agent: Agent, name: str, reason: str) -> None:
+    def _leave(self, name: str, reason: str) -> None:
         """Also: what can end at once does, and the agent is not served any more."""
         peer_agent = self._peer_agent()
         peer_agent.lose(name, reason)
         peer_agent.exporter.forget(name)
-        super()._leave(agent, name, reason)
+        super()._leave(name, reason)
 
     def _peer_agent(self) -> PeerAgent:
-        return cast(PeerAgent, self._open())
+        self._check_open()
+        return cast(PeerAgent, self._epoch.agent)
 
 
 CONNECTOR = PeerConnector

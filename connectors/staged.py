@@ -11,7 +11,7 @@ fast as a READ. Only the ring is registered with NIXL. So growth and shrinking d
 transport, and a stale peer reaches nothing but the ring: what a peer asks for is checked against
 the regions that are registered at that moment.
 
-Facts relied on (connectors/nixl.py, kvxfer/transfer/agent.py):
+Facts relied on (connectors/nixl.py, kvxfer/transfer/agent_connector.py):
 - A WRITE that is DONE is at the target, so what is said afterwards is said of bytes that are there.
 - A transfer that was posted cannot be stopped, so a slot in flight is not used again until its
   transfer ended; one that a peer may write into, not until it has answered or cannot reach us.

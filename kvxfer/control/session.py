@@ -93,6 +93,8 @@ class Peer:
     """How long it has to answer before it is greeted again."""
     num_hellos: int = 0
     """Since it was last ready."""
+    told_epoch: int = 0
+    """The oldest of our epochs that it may still know us by, since it was last greeted."""
     acked_generation: int = 0
     """The newest of our generations that it has loaded."""
 

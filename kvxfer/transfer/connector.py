@@ -12,7 +12,7 @@ import enum
 import importlib
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
@@ -88,6 +88,26 @@ class Connector(ABC):
     @abstractmethod
     def describe(self, regions: Sequence[Region]) -> bytes:
         """What a peer needs to reach this agent and exactly these registered `regions`."""
+
+    def revoke(self, left: Sequence[Region], epoch: int) -> bytes:
+        """The description that peers are to `renew` by, of the registered regions that stay: all
+        others are about to be deregistered. `epoch` is a number above all before it.
+
+        What was described earlier serves peers until `retire`. ConnectorError changes nothing.
+        """
+        return self.describe(left)
+
+    def retire(self, kept: Collection[int]) -> None:  # noqa: B027
+        """Nobody uses what was described before the newest `revoke` any more, but for what was in
+        the epochs `kept`: by a peer that was told of it, has not renewed, and may still live.
+
+        Giving an epoch up too early may end this process under a peer's transfer.
+        """
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether something may be kept of peers that were lost, until a new epoch. Any thread."""
+        return False
 
     def invite(self) -> bytes:
         """A one-time right to connect to us, for one Hello; b"" where none is asked for.

@@ -163,7 +163,7 @@ class OwnMemory:
         going = self.memory.above(num_blocks)
         gone = set(going).difference(self._registered.missing(going))
         left = self.regions.remove(gone).regions
-        description = self._connector.describe(left)
+        description = self._connector.revoke(left, self._epoch + 1)
         self._registered.remove(sorted(gone))
         self._going, self._target = going, tuple(num_blocks)
         self._epoch += 1
@@ -187,6 +187,7 @@ class OwnMemory:
             )
         going = self._going
         self._connector.deregister(going)
+        self._connector.retire(())
         self._going = ()
         self.memory.shrink(self._target)
         return sum(region.size for region in going)

@@ -7,7 +7,7 @@ are; registrations are common to all.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import count
 
@@ -82,6 +82,14 @@ class MultiConnector:
 
     def describe(self, regions: Sequence[Region]) -> bytes:
         return _pack(lambda connector: connector.describe(regions), self.connectors)
+
+    def revoke(self, left: Sequence[Region], epoch: int) -> bytes:
+        return _pack(lambda connector: connector.revoke(left, epoch), self.connectors)
+
+    def retire(self, kept: Collection[int]) -> None:
+        with ExitStack() as release:
+            for connector in self.connectors.values():
+                release.callback(connector.retire, kept)
 
     def invite(self) -> bytes:
         return _pack(lambda connector: connector.invite(), self.connectors)

@@ -52,8 +52,13 @@ class Warming:
         """`forget` everybody."""
         self._coming.clear()
 
+    @property
+    def reading(self) -> str:
+        """The agent that is being read from; '' where none is."""
+        return self._read.remote.agent if self._read is not None else ""
+
     def is_reading(self, agent: str) -> bool:
-        return self._read is not None and self._read.remote.agent == agent
+        return self.reading == agent
 
     @property
     def is_under_way(self) -> bool:

@@ -12,13 +12,16 @@ from kvxfer.transfer.regions import Region, RegionSet
 
 Answer = Callable[[CacheState], None]
 
+RENEW = "Renew"
+"""A revocation of nothing, which a worker asks of itself: peers leave its agent for a new one."""
+
 
 @dataclass
 class CacheTask:
     """Control thread only, but for `release`."""
 
     request: str
-    """Name of the message: Shrink, Sleep, WakeUp or Defragment."""
+    """Name of the message, Shrink, Sleep, WakeUp or Defragment; or RENEW."""
     answer: Answer
     """Called once."""
     num_blocks: list[int] = field(default_factory=list)
@@ -33,7 +36,9 @@ class CacheTask:
 
     def aim(self, cache: KVCache, usable_blocks: Sequence[int], registered: RegionSet) -> None:
         """Decide what goes, for `num_blocks` as it is now."""
-        if self.request == "Shrink":
+        if self.request == RENEW:
+            self.limits = list(usable_blocks)
+        elif self.request == "Shrink":
             left = cache.blocks_after_shrink(self.num_blocks)
             self.limits = [min(*pair) for pair in zip(usable_blocks, left, strict=True)]
             chunks = cache.above(self.num_blocks)

@@ -1,14 +1,25 @@
-"""Who may still reach memory that this worker had registered and wants to give back.
+"""Who may still reach memory that this worker had registered and wants to give back, and by which
+of its agents.
 
 A transport does not enforce deregistration, so memory is unmapped only when nobody is left here:
 a peer goes when it has acknowledged a revocation, or when it died, which is known once a new
-process of the same worker said Hello. Losing it, to silence or a deadline, proves nothing.
+process of the same worker said Hello. Losing it, to silence or a deadline, proves nothing. The same
+holds of an agent: it ends once all who were told of it have renewed, or died.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvxfer.control.facts import WorkerFacts
 from kvxfer.control.session import Peer
+
+
+@dataclass(slots=True)
+class _Lost:
+    incarnation: str
+    epochs: set[int]
+    """It was told of the agents of these, and may use them."""
 
 
 class Holders:
@@ -17,26 +28,49 @@ class Holders:
     def __init__(self) -> None:
         self.owing: set[str] = set()
         """Keys of those who were told of the newest revocation and have not acknowledged it."""
-        self._lost: dict[str, str] = {}
+        self._lost: dict[str, _Lost] = {}
+        self.came_back: set[str] = set()
+        """Lost peers that we dialled and that live after all: what a transport kept of them goes
+        with the next epoch. Worker ids."""
 
     def told(self, peer: Peer) -> None:
         self.owing.add(peer.key)
 
-    def acknowledged(self, peer: Peer) -> None:
-        """Of the newest revocation, and so of all before it."""
+    def acknowledged(self, peer: Peer, epoch: int) -> None:
+        """Of revocation `epoch`, the newest, and so of all before it."""
         self.owing.discard(peer.key)
         self._lost.pop(peer.name, None)
+        peer.told_epoch = epoch
 
-    def lost(self, peer: Peer) -> None:
+    def lost(self, peer: Peer, epoch: int) -> None:
+        """In `epoch`, which it may have heard of.
+
+        One that never answered our greeting moved nothing by what that said: should it be stopped
+        for hours, no agent is kept for each greeting that waits for it.
+        """
         self.owing.discard(peer.key)
-        if peer.facts is not None and peer.knows_us:
-            self._lost[peer.name] = peer.facts.incarnation
+        if peer.facts is None or not peer.knows_us:
+            return
+        told = set(range(peer.told_epoch, epoch + 1)) if peer.is_met else set()
+        before = self._lost.get(peer.name)
+        if before is not None and before.incarnation == peer.facts.incarnation:
+            told |= before.epochs
+        self._lost[peer.name] = _Lost(peer.facts.incarnation, told)
 
-    def met(self, facts: WorkerFacts) -> None:
+    def met(self, facts: WorkerFacts, dialled: bool) -> None:
         """A process said who it is: an older one of the same worker is dead."""
-        if self._lost.get(facts.worker_id, facts.incarnation) != facts.incarnation:
+        before = self._lost.get(facts.worker_id)
+        if before is None:
+            return
+        if before.incarnation != facts.incarnation:
             del self._lost[facts.worker_id]
+        elif dialled:
+            self.came_back.add(facts.worker_id)
 
     def names(self) -> list[str]:
         """Worker ids of lost peers that may still come."""
         return sorted(self._lost)
+
+    def epochs(self) -> set[int]:
+        """Whose agents they may use."""
+        return set().union(*(lost.epochs for lost in self._lost.values()))

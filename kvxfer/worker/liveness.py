@@ -63,7 +63,7 @@ class Liveness:
                         send(peer.key, where)
         for peer in known:
             if not peer.is_met and peer.key.startswith("out:"):
-                self._say_hello(peer, now)
+                self._say_hello(peer, now, where.epoch)
 
     def _why_lost(self, peer: Peer, now: float) -> str:
         if peer.is_met and now - peer.last_seen_s > self._timeout_s:
@@ -72,7 +72,7 @@ class Liveness:
             return f"no lane was chosen in {CHOICE_TIMEOUT_S:g} s"
         return ""
 
-    def _say_hello(self, peer: Peer, now: float) -> None:
+    def _say_hello(self, peer: Peer, now: float, epoch: int) -> None:
         """Greet, or greet again; nothing happens while there is no connection to send on."""
         if now - peer.hello_sent_s < peer.hello_pause_s:
             return
@@ -81,6 +81,8 @@ class Liveness:
         except ControlError as error:
             logger.debug("%s is not there yet: %s", peer.key, error)
             return
+        if peer.state is not PeerState.GREETING:
+            peer.told_epoch = epoch
         peer.state = PeerState.GREETING
         peer.hello_sent_s = now
         peer.num_hellos += 1

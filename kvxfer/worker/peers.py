@@ -124,6 +124,16 @@ class PeerTable:
     def informed(self) -> list[Peer]:
         return [peer for peer in self._peers.values() if peer.knows_us]
 
+    def epochs_in_use(self) -> set[int]:
+        """Of ours: whose agents somebody may use, here or lost."""
+        return self.holders.epochs().union(peer.told_epoch for peer in self.informed())
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nobody is being greeted, and no lanes are being tried."""
+        between = (PeerState.GREETING, PeerState.MET)
+        return not any(p.state in between and p.facts for p in self._peers.values())
+
     # --- messages -----------------------------------------------------------------------------
 
     def answer_stranger(self, key: str, message: Message) -> None:
@@ -167,7 +177,7 @@ class PeerTable:
         for old in list(self._peers.values()):
             if old is not peer and old.facts and old.name == facts.worker_id:
                 self.lose(old.key, "a new process of the same worker is here")
-        self.holders.met(facts)
+        self.holders.met(facts, peer.key.startswith("out:"))
         if self._incarnations.met(facts):
             self.on_fenced(facts.worker_id)
 
@@ -236,6 +246,8 @@ class PeerTable:
                 peer.state = PeerState.MET
                 peer.met_s = time.monotonic()
             peer.last_seen_s = time.monotonic()
+            if answer is not None and newly:
+                peer.told_epoch = self.where().epoch
             if answer is not None and not self.send(peer.key, answer()):
                 return
             peer.loaded = max(peer.loaded, at)
@@ -288,7 +300,7 @@ class PeerTable:
         peer = self._peers.get(key)
         if peer is None or peer.state is PeerState.GONE:
             return
-        self.holders.lost(peer)
+        self.holders.lost(peer, self.where().epoch)
         if peer.is_met:
             peer.hello_sent_s = 0.0  # greet again at once; after a failed greeting, in a while
         peer.state = PeerState.GONE

@@ -238,8 +238,11 @@ class RankHost:
             self._is_pending = False
             self.transfer.retract(self.newest_growth)
 
-    def describe_regions(self, regions: list[Region]) -> bytes:
-        return self.transfer.describe(regions)[0]
+    def revoke(self, left: list[Region], epoch: int) -> bytes:
+        return self.transfer.revoke(left, epoch)[0]
+
+    def retire(self, kept: frozenset[int]) -> None:
+        self.transfer.retire(kept)
 
     def connect(self, peer: str, ranks: list[RankFacts]) -> frozenset[str]:
         return self.transfer.connect(peer, ranks)

@@ -115,9 +115,8 @@ METHODS: Mapping[str, Method] = {
     "prepare": Method(RankHost.prepare, tuple[list[int]], RankGrowth, _TRANSFER, _MEMORY_S),
     "confirm": Method(RankHost.confirm, tuple[()], None, _TRANSFER, _BRIEF_S),
     "retract": Method(RankHost.retract, tuple[()], None, _TRANSFER, _MEMORY_S),
-    "describe_regions": Method(
-        RankHost.describe_regions, tuple[list[Region]], bytes, _TRANSFER, _BRIEF_S
-    ),
+    "revoke": Method(RankHost.revoke, tuple[list[Region], int], bytes, _TRANSFER, _MEMORY_S),
+    "retire": Method(RankHost.retire, tuple[frozenset[int]], None, _TRANSFER, _BRIEF_S),
     "connect": Method(
         RankHost.connect, tuple[str, list[RankFacts]], frozenset[str], _TRANSFER, _MEMORY_S
     ),

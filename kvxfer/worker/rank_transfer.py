@@ -72,8 +72,11 @@ class WorkerTransfer(Protocol):
     def bury(self) -> None:
         """As `KVCache.bury`."""
 
-    def describe(self, regions: Sequence[Region]) -> list[bytes]:
-        """Registered `regions`, by rank."""
+    def revoke(self, left: Sequence[Region], epoch: int) -> list[bytes]:
+        """As `Connector.revoke`; descriptions by rank."""
+
+    def retire(self, kept: frozenset[int]) -> None:
+        """As `Connector.retire`."""
 
     def connect(self, peer: str, ranks: Sequence[RankFacts]) -> frozenset[str]:
         """As `MultiConnector.connect`, of all ranks of a peer; names of the connectors that know
@@ -162,8 +165,11 @@ class RankTransfer:
     def bury(self) -> None:
         self.cache.bury()
 
-    def describe(self, regions: Sequence[Region]) -> list[bytes]:
-        return [self.connector.describe(regions)]
+    def revoke(self, left: Sequence[Region], epoch: int) -> list[bytes]:
+        return [self.connector.revoke(left, epoch)]
+
+    def retire(self, kept: frozenset[int]) -> None:
+        self.connector.retire(kept)
 
     def connect(self, peer: str, ranks: Sequence[RankFacts]) -> frozenset[str]:
         self._peer_sizes[peer] = len(ranks)

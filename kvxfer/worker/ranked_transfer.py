@@ -56,8 +56,11 @@ class RankedTransfer:
     def bury(self) -> None:
         """Nothing was ever retired."""
 
-    def describe(self, regions: Sequence[Region]) -> list[bytes]:
-        return self._group.call("describe_regions", list(regions))
+    def revoke(self, left: Sequence[Region], epoch: int) -> list[bytes]:
+        return self._group.call("revoke", list(left), epoch)
+
+    def retire(self, kept: frozenset[int]) -> None:
+        self._group.call("retire", kept)
 
     def connect(self, peer: str, ranks: Sequence[RankFacts]) -> frozenset[str]:
         return self._common(self._group.call("connect", peer, list(ranks)))

@@ -17,6 +17,10 @@ thread.
 A block in use is one that a grant, lease, ticket or sequence touches: its owner holds it, or the
 quarantine does. A peer that is lost may still reach what it knew (`worker.holders`): such memory
 becomes a tombstone or, where the driver has none, stays mapped and counts as pinned by peers.
+
+A revocation also begins a new agent epoch; the old agent ends when nobody uses it any more. When a
+peer that had been lost comes back, nothing is revoked for that alone (RENEW): what the transport
+kept of the lost connection goes with the old agent.
 """
 
 from __future__ import annotations
@@ -32,24 +36,23 @@ from kvxfer.control.cache_messages import (
     CacheState,
     Defragment,
     RegionsRevoke,
-    RegionsRevoked,
     Shrink,
     Sleep,
     WakeUp,
 )
 from kvxfer.errors import BlocksInUse, KvxferError
 from kvxfer.telemetry.trace import Trace
-from kvxfer.worker.cache_task import Answer, CacheTask
+from kvxfer.worker.cache_task import RENEW, Answer, CacheTask
 from kvxfer.worker.engine import Engine
-from kvxfer.worker.growth import REPEAT_S, CacheGrowth
+from kvxfer.worker.growth import CacheGrowth
 from kvxfer.worker.peers import PeerTable
 from kvxfer.worker.ranked_transfer import NOT_RANKED
 from kvxfer.worker.retired import Retired
+from kvxfer.worker.revocation import Revocation
 from kvxfer.worker.transfer_thread import TransferThread
 
 logger = logging.getLogger(__name__)
 
-ACK_TIMEOUT_S = 5.0
 LONGEST_WAIT_S = 3600.0
 SLEEPS = "the cache sleeps"
 
@@ -80,17 +83,17 @@ class Residency:
         self._peers = peers
         self._trace = trace
         self._task: CacheTask | None = None
-        self.retired = Retired(engine.cache, transfer, peers.holders)
-        self._ack_deadline_s = 0.0
-        self._revocation: RegionsRevoke | None = None
-        self._repeat_at_s = 0.0
+        self._held: list[Callable[[], None]] = []
+        """Requests that wait for the end of a RENEW, of which their senders know nothing."""
+        self.retired = Retired(engine.cache, transfer, peers)
+        self._revocation = Revocation(peers)
         self.state = ResidencyState.AWAKE
         self.handlers: dict[type, Callable[[str, Any], None]] = {
             Shrink: lambda key, m: self.shrink(m.num_blocks, m.timeout_s, self._teller(key)),
             Sleep: lambda key, m: self.sleep(m.timeout_s, self._teller(key)),
             WakeUp: lambda key, m: self.wake_up(self._teller(key)),
             Defragment: lambda key, m: self.defragment(m.timeout_s, self._teller(key)),
-            RegionsRevoked: self._on_revoked,
+            **self._revocation.handlers,
         }
 
     @property
@@ -145,11 +148,14 @@ class Residency:
         self.retired.settle()
         task = self._task
         if task is None:
+            if self._is_renewal_due():
+                self._peers.holders.came_back.clear()
+                self._begin(CacheTask(RENEW, lambda state: None), LONGEST_WAIT_S)
             return
         if self.state is ResidencyState.DRAINING and self._is_drained(task):
             self._describe(task)
-        elif self.state is ResidencyState.REVOKING and self._ack_deadline_s:
-            self._await_peers(task)
+        elif self.state is ResidencyState.REVOKING and self._revocation.has_ended():
+            self._release(task)
         elif self.state is ResidencyState.RESTORING and self._growth.is_idle:
             asleep = self._engine.cache.is_asleep
             task.problem = task.problem or self._growth.problem
@@ -157,8 +163,20 @@ class Residency:
 
     # --- the way down ---------------------------------------------------------------------------
 
+    def _is_renewal_due(self) -> bool:
+        """Peers came back that had been lost, and their transport kept something of that."""
+        came_back = self._peers.holders.came_back
+        if not came_back or self.state is not ResidencyState.AWAKE or not self._peers.is_settled:
+            return False
+        if not self._transfer.is_worn:
+            came_back.clear()
+        return bool(came_back) and self._growth.is_idle
+
     def _begin(self, task: CacheTask, timeout_s: float) -> None:
-        if self._engine.size > 1:
+        if self._task is not None and self._task.request == RENEW:
+            self._held.append(partial(self._begin, task, timeout_s))
+            return
+        if self._engine.size > 1 and task.request != RENEW:
             task.problem = NOT_RANKED
         elif self._task is not None:
             task.problem = f"{self._task.request} is under way"
@@ -212,34 +230,21 @@ class Residency:
 
     def _describe(self, task: CacheTask) -> None:
         self.state = ResidencyState.REVOKING
-        self._ack_deadline_s = 0.0
         left = self._growth.regions.remove(task.regions).regions
-        self._transfer.describe(left, partial(self._revoke, task), partial(self._failed, task))
+        done, failed = partial(self._revoke, task), partial(self._failed, task)
+        self._transfer.revoke(left, self.epoch + 1, done, failed)
 
     def _revoke(self, task: CacheTask, descriptions: list[bytes]) -> None:
         self._engine.pools.lower(task.limits)
+        self.retired.add_epoch(self.epoch)
         self._growth.withdraw(task.regions, descriptions)
-        now = time.monotonic()
-        self._ack_deadline_s, self._repeat_at_s = now + ACK_TIMEOUT_S, now + REPEAT_S
-        self._revocation = RegionsRevoke(self.epoch, list(task.regions), descriptions)
-        self._peers.exchange.revoke(self._revocation)
+        self._revocation.begin(RegionsRevoke(self.epoch, list(task.regions), descriptions))
 
-    def _on_revoked(self, key: str, revoked: RegionsRevoked) -> None:
-        peer = self._peers.get(key)
-        if peer is not None and revoked.epoch == self.epoch:
-            self._peers.holders.acknowledged(peer)
-
-    def _await_peers(self, task: CacheTask) -> None:
-        owing = self._peers.holders.owing
-        if owing and time.monotonic() < self._ack_deadline_s:
-            if time.monotonic() >= self._repeat_at_s:  # it, or the answer, may have been lost
-                assert self._revocation is not None
-                self._repeat_at_s = time.monotonic() + REPEAT_S
-                self._peers.exchange.repeat(self._revocation)
+    def _release(self, task: CacheTask) -> None:
+        if task.request == RENEW:
+            self._end(task, ResidencyState.AWAKE)
             return
         self.state = ResidencyState.RELEASING
-        for key in list(owing):
-            self._peers.lose(key, f"it did not let go of regions within {ACK_TIMEOUT_S:g} s")
         release = partial(task.release, self._engine.cache, self._peers.holders.names())
         self._transfer.release(
             task.regions, release, partial(self._released, task), partial(self._failed, task)
@@ -255,7 +260,10 @@ class Residency:
     def _failed(self, task: CacheTask, error: KvxferError) -> None:
         """Have usable again what still has its memory."""
         task.problem = str(error)
-        self._restore()
+        if task.request == RENEW:
+            self._end(task, ResidencyState.AWAKE)
+        else:
+            self._restore()
 
     # --- the way up -----------------------------------------------------------------------------
 
@@ -271,6 +279,9 @@ class Residency:
         self._tell(task)
         if state is ResidencyState.AWAKE:
             self._growth.resume()
+        held, self._held = self._held, []
+        for begin in held:
+            begin()
 
     def _tell(self, task: CacheTask) -> None:
         cache, num_blocks = self._engine.cache, self._engine.pools.num_blocks

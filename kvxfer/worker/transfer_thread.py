@@ -93,6 +93,11 @@ class TransferThread(WorkThread):
         """Set by the control thread while a peer may be moving bytes of ours."""
 
     @property
+    def is_worn(self) -> bool:
+        """As `Connector.is_worn`, of any. Any thread may ask."""
+        return any(one.is_worn for one in self._ranks.connectors.values())
+
+    @property
     def size(self) -> int:
         """Ranks of this worker."""
         return self._ranks.size
@@ -193,17 +198,22 @@ class TransferThread(WorkThread):
         """Deregister `regions`, of which no transfer of ours is under way, then `release` them."""
         self.submit(lambda: self._ranks.release(regions, release), done, failed)
 
-    def bury(self, done: Callable[[None], None], failed: Callable[[KvxferError], None]) -> None:
-        self.submit(self._ranks.bury, done, failed)
-
-    def describe(
+    def revoke(
         self,
-        regions: Sequence[Region],
+        left: Sequence[Region],
+        epoch: int,
         done: Callable[[list[bytes]], None],
         failed: Callable[[KvxferError], None],
     ) -> None:
-        """The connectors' descriptions of registered `regions`, by rank, to be told to peers."""
-        self.submit(lambda: self._ranks.describe(regions), done, failed)
+        """As `Connector.revoke`; descriptions by rank."""
+        self.submit(lambda: self._ranks.revoke(left, epoch), done, failed)
+
+    def retire(self, kept: frozenset[int], failed: Callable[[KvxferError], None]) -> None:
+        """As `Connector.retire`."""
+        self.submit(lambda: self._ranks.retire(kept), _ignore, failed)
+
+    def bury(self, done: Callable[[None], None], failed: Callable[[KvxferError], None]) -> None:
+        self.submit(self._ranks.bury, done, failed)
 
     def close_connector(self) -> None:
         """The last job before `stop`; `is_closed` says whether the transport is at rest, so that

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import kvxfer.transfer.agent
+import kvxfer.transfer.agent_connector
 from connectors.nixl import NixlConnector
 from connectors.nixl_api import segment_of
 from connectors.nixl_environment import PROGRESS_THREAD, wants_progress_thread
@@ -213,7 +213,7 @@ def test_a_stopped_peers_ticket_ends_only_when_its_bytes_are_at_rest(
     connector.connect("peer", peer.base, peer.description)
     swap_some_runs(connector, window, peer)
 
-    monkeypatch.setattr(kvxfer.transfer.agent, "_CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(kvxfer.transfer.agent_connector, "_CLOSE_TIMEOUT_S", 0.2)
     peer.process.send_signal(signal.SIGSTOP)
     connector.submit("peer", Direction.PUSH, long_plan())
     with pytest.raises(ConnectorError, match="must stay mapped"):

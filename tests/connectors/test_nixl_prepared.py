@@ -74,7 +74,7 @@ def test_prepared_lists_move_the_same_bytes(
     for _ in range(100):  # let what connecting begins come to its end
         left.poll(), right.poll()
     with monkeypatch.context() as patch:
-        patch.setattr(left._agent._agent, "initialize_xfer", refuse_rows)
+        patch.setattr(left._epoch.agent._agent, "initialize_xfer", refuse_rows)
         for seed in range(3):
             move_pages(left, right, windows, direction, seed)
     later = Region(MIB, MIB)
@@ -84,7 +84,7 @@ def test_prepared_lists_move_the_same_bytes(
     for _ in range(100):
         left.poll(), right.poll()
     with monkeypatch.context() as patch:
-        patch.setattr(left._agent._agent, "initialize_xfer", refuse_rows)
+        patch.setattr(left._epoch.agent._agent, "initialize_xfer", refuse_rows)
         move_pages(left, right, windows, direction, seed=3, slots=512)
     for side in (left, right):
         side.deregister([later])

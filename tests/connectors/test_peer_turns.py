@@ -32,7 +32,7 @@ def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pee
 
 
 def link_of(side: PeerSide):
-    (link,) = side.connector._agent._links.values()
+    (link,) = side.connector._epoch.agent._links.values()
     return link
 
 

@@ -427,6 +427,38 @@ def test_renewal_keeps_what_is_named_and_forgets_the_rest(
     check_moved(source, destination, both)
 
 
+def test_what_was_described_serves_who_has_not_renewed_until_it_is_retired(
+    pair: tuple[Side, Side], direction: Direction
+) -> None:
+    left, right = pair
+    source, destination = ends(direction, left, right)
+    first, both = (
+        reaching(direction, *((region.offset, region.offset, KIB) for region in regions))
+        for regions in ([FIRST], [FIRST, SECOND])
+    )
+
+    def moves(plan: TransferPlan) -> None:
+        source.bytes[FIRST.offset : SECOND.end] ^= 0xFF
+        source.before[:] = source.bytes
+        move(left, right, direction, plan)
+        check_moved(source, destination, plan)
+        destination.before[:] = destination.bytes
+
+    told = right.connector.revoke([FIRST], 1)
+    moves(both)
+    move(right, left, direction, first)  # who revokes knows its peers as before
+    source.before[:], destination.before[:] = source.bytes, destination.bytes
+    left.connector.renew("right", right.base, told, right.connector.invite())
+    with pytest.raises(ConnectorError, match=THEIRS[direction]):
+        left.connector.submit("right", direction, both)
+    right.connector.deregister([SECOND])
+    right.connector.retire(())
+    moves(first)
+    right.connector.register([SECOND])
+    left.meet(right, [SECOND])
+    moves(both)
+
+
 def test_a_restarted_peer_takes_its_name_over(
     pair: tuple[Side, Side], make_side: MakeSide, way: Direction
 ) -> None:

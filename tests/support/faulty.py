@@ -54,6 +54,10 @@ class SlowLoopback(LoopbackConnector):
         self._check("describe")
         return super().describe(regions)
 
+    def revoke(self, left: Any, epoch: int) -> bytes:
+        self._check("revoke")
+        return super().revoke(left, epoch)
+
     def connect(
         self, peer: str, base_address: int, description: bytes, invitation: bytes = b""
     ) -> None:

@@ -34,10 +34,6 @@ END_TIMEOUT_S = REQUEST_TIMEOUT_S + 4 * PEER_TIMEOUT_S
 """The longest that a request may take to its end, whatever happens."""
 RECOVERY_TIMEOUT_S = 8.0
 START_TIMEOUT_S = 10.0
-SOCKETS_KEPT_BY_UCX = 2
-"""To be 0 once a lost peer's agent is dropped with ours (incarnations). UCX keeps a socket at
-either end, or two, each time that two living agents lose and meet each other: measured, by shared
-memory and TCP, nixl 1.5.1; the connector `peer` keeps none, and a peer that died leaves none."""
 _ports = itertools.count(20_000 + os.getpid() % 400 * 20)
 _ports_lock = threading.Lock()
 
@@ -248,7 +244,6 @@ class Service:
             self.processes[role] = kind(server, order, self.directory / f"{role}.log")
         self._router: RouterProcess = self.processes["router"]  # type: ignore[assignment]
         self._baselines: dict[tuple[str, int], dict[str, int]] = {}
-        self._kept = SOCKETS_KEPT_BY_UCX if "nixl" in connector else 0
 
     def __enter__(self) -> Service:
         try:
@@ -391,9 +386,7 @@ class Service:
         """Against the first look at this process: it has met its peers and served by then."""
         key = process.role, process.pid
         used = process.used()
-        before = self._baselines.setdefault(key, {**used, "losses": self._num_losses()})
-        allowed = dict(before)
-        allowed["descriptors"] += self._kept * (self._num_losses() - before["losses"])
+        allowed = self._baselines.setdefault(key, used)
 
         def is_flat() -> bool:
             nonlocal used
@@ -403,14 +396,9 @@ class Service:
         with contextlib.suppress(AssertionError):
             until(is_flat, 3 * PEER_TIMEOUT_S, "")
         assert is_flat(), (
-            f"{self.name}: {process.role} leaks: {before} became {used}, {allowed} allowed; open:"
+            f"{self.name}: {process.role} leaks: {allowed} became {used}; open:"
             f" {process.open_files()}\n{self.tails()}"
         )
-
-    def _num_losses(self) -> int:
-        """How often the workers lost each other, living or not, by their own word."""
-        logs = [self[role].log.read_text(errors="replace") for role in ("prefill", "decode")]
-        return sum(log.count("-0 is lost: ") for log in logs)
 
     def tails(self) -> str:
         return "\n".join(f"--- {p.role}\n{p.tail()}" for p in self.processes.values())

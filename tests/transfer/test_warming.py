@@ -10,10 +10,10 @@ from itertools import count
 import numpy as np
 import pytest
 
-import kvxfer.transfer.agent
+import kvxfer.transfer.agent_connector
 from connectors.loopback import LoopbackAgent
 from kvxfer.errors import ConnectorError
-from kvxfer.transfer.agent import AgentConnector
+from kvxfer.transfer.agent_connector import AgentConnector
 from kvxfer.transfer.connector import Direction, MemoryWindow
 from kvxfer.transfer.plan import TransferPlan
 from kvxfer.transfer.reach import RemotePeer
@@ -58,8 +58,8 @@ class ReadingConnector(AgentConnector):
 
     @property
     def agent(self) -> ReadingAgent:
-        assert isinstance(self._agent, ReadingAgent)
-        return self._agent
+        assert isinstance(self._epoch.agent, ReadingAgent)
+        return self._epoch.agent
 
 
 class Pair:
@@ -164,7 +164,7 @@ def test_renewal_waits_for_a_read_of_what_was_revoked(
     agent.ends = False
     pair.connect(REGIONS)
     pair.left.poll()
-    monkeypatch.setattr(kvxfer.transfer.agent, "_CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(kvxfer.transfer.agent_connector, "_CLOSE_TIMEOUT_S", 0.05)
     with pytest.raises(ConnectorError, match="did not end"):
         pair.renew(REGIONS[:1])
     with pytest.raises(ConnectorError, match="not connected"):

@@ -22,7 +22,7 @@ from kvxfer.control.resync_messages import RegionsQuery, RegionsState
 from kvxfer.errors import DriverError
 from kvxfer.telemetry.trace import read_trace
 from kvxfer.transfer.regions import Region
-from kvxfer.worker import residency as residency_module
+from kvxfer.worker import revocation as revocation_module
 from kvxfer.worker.residency import ResidencyState
 
 ELASTIC = {"kv_commit": "elastic", "kv_initial_blocks": 8}
@@ -363,7 +363,7 @@ def test_a_growth_under_way_ends_first(cluster):
 
 
 def lose_at(cluster, monkeypatch, **options):
-    monkeypatch.setattr(residency_module, "ACK_TIMEOUT_S", 0.15)
+    monkeypatch.setattr(revocation_module, "ACK_TIMEOUT_S", 0.15)
     wire, decode = meet_prefill(cluster, "push", **ELASTIC, on_peer_loss="wait", **options)
     grow(cluster, decode)
     wire.acks = False
@@ -462,6 +462,57 @@ def test_a_peer_that_lets_go_the_next_time_leaves_no_tombstone(cluster, monkeypa
     decode.check_conserved()
 
 
+@both_lanes
+def test_a_new_agent_follows_the_loss_of_a_peer_that_came_back(cluster, lane):
+    """What a transport kept of the lost connection goes with the old one, at either end."""
+    prefill, decode = cluster.pair(lane, **ELASTIC)
+    agent = decode.connector._epoch.name
+    for epoch in (1, 2):
+        prefill.peers.lose(prefill.peers.ready()[0].key, "the test says so")
+        cluster.until(lambda epoch=epoch: decode.parts.residency.epoch == epoch)
+        cluster.until(lambda: decode.parts.residency.retired.num_epochs == 0)
+        cluster.until(lambda: state_of(decode) is ResidencyState.AWAKE)
+        serve(cluster, decode)
+        cluster.until_idle()
+    assert decode.connector._epoch.name != agent
+    assert prefill.parts.residency.epoch == 0, "one of the two is enough"
+    check_peers_agree(decode, prefill)
+    decode.check_conserved()
+
+
+def test_a_request_that_comes_while_the_agent_is_renewed_waits_for_it(cluster):
+    wire, decode = meet_prefill(cluster, "push", **ELASTIC, on_peer_loss="wait")
+    decode.peers.lose(f"out:{wire.address}", "the test says so")
+    cluster.until(lambda: len(wire.of(Hello)) > 1)
+    wire.acks = False
+    wire.send(wire.welcome("push"))
+    cluster.until(lambda: bool(wire.of(RegionsRevoke)))
+    answers = []
+    decode.parts.residency.sleep(5.0, answers.append)
+    cluster.turn_for(0.05)
+    (revoke,) = wire.of(RegionsRevoke)
+    assert (answers, revoke.regions) == ([], [])
+    wire.acks = True
+    wire.send(RegionsRevoked(revoke.epoch))
+    cluster.until(lambda: bool(answers))
+    assert (answers[0].problem, answers[0].is_sleeping) == ("", True)
+    assert decode.parts.residency.epoch == 2
+
+
+def test_a_peer_that_stays_away_keeps_only_the_agents_that_it_knows(cluster, monkeypatch):
+    """However often memory comes and goes meanwhile."""
+    wire, decode = lose_at(cluster, monkeypatch)
+    asked(cluster, decode, "sleep", 5.0)
+    retired = decode.parts.residency.retired
+    for _ in range(3):
+        asked(cluster, decode, "wake_up")
+        asked(cluster, decode, "sleep", 5.0)
+    cluster.turn_for(0.05)
+    assert retired.num_epochs == 2, "of the second it was told in vain"
+    decode.peers.holders.met(wire.facts(incarnation="another life"), dialled=True)
+    cluster.until(lambda: retired.num_epochs == 0)
+
+
 def test_where_there_are_no_tombstones_memory_stays_pinned(cluster, monkeypatch):
     """As on a GPU: the cache shrinks and sleeps all the same; what a lost peer may reach stays
     mapped, is nobody's, and goes when the peer is known to be dead."""
@@ -476,7 +527,7 @@ def test_where_there_are_no_tombstones_memory_stays_pinned(cluster, monkeypatch)
     refused = asked(cluster, decode, "wake_up")
     assert "may still reach" in refused.problem
     assert refused.is_sleeping
-    decode.peers.holders.met(wire.facts(incarnation="another life"))
+    decode.peers.holders.met(wire.facts(incarnation="another life"), dialled=False)
     cluster.until(lambda: decode.parts.residency.retired.pinned_bytes == 0)
     assert asked(cluster, decode, "wake_up").problem == ""
     decode.check_conserved()
@@ -518,16 +569,16 @@ def test_a_cache_that_finds_no_memory_sleeps_on(cluster):
     cluster.until_idle()
 
 
-def test_a_connector_that_cannot_describe_ends_it_before_anybody_is_told(cluster):
+def test_a_connector_that_cannot_revoke_ends_it_before_anybody_is_told(cluster):
     wire, decode = meet_prefill(cluster, "push", **ELASTIC)
     grow(cluster, decode)
-    decode.connector.refuse.add("describe")
+    decode.connector.refuse.add("revoke")
     answers = []
     decode.parts.residency.sleep(5.0, answers.append)
     cluster.until(lambda: state_of(decode) is ResidencyState.RESTORING)
     decode.connector.refuse.clear()
     cluster.until(lambda: bool(answers))
-    assert "describe is refused" in answers[0].problem
+    assert "revoke is refused" in answers[0].problem
     assert state_of(decode) is ResidencyState.AWAKE
     assert wire.of(RegionsRevoke) == []
     assert answers[0].num_blocks[0] == 64
