@@ -31,8 +31,8 @@ def start(fork_server: ForkServer) -> Iterator[Callable[[str], LinkedService]]:
 
 def checked(service: LinkedService, counts: dict[str, Counter[str]]) -> dict[str, int]:
     found = check_ended(service.collect())
-    tally = counts.setdefault("faulty links", Counter())
-    tally.update({f"requests {how}": number for how, number in found.items()})
+    tally = counts.setdefault("links", Counter())
+    tally.update({f"requests ended in: {how}": number for how, number in found.items()})
     return found
 
 

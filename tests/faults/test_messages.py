@@ -70,7 +70,7 @@ def test_messages_are(
 ) -> None:
     service = proxied.service
     num_rounds = 20 if request.config.getoption("--slow") else 2
-    tally = counts.setdefault("faulty messages", Counter())
+    tally = counts.setdefault("messages", Counter())
     for proxy in proxied.proxies:
         proxy.faults = KINDS[kind]
     for _ in range(num_rounds):
@@ -79,12 +79,13 @@ def test_messages_are(
             if index == 5:
                 service.listen(0.01)
                 service.cancel(asked)
-        tally.update({f"requests {how}": n for how, n in check_ended(service.collect()).items()})
+        ended = check_ended(service.collect())
+        tally.update({f"requests ended in: {how}": number for how, number in ended.items()})
     seen: Counter[str] = Counter()
     for proxy in proxied.proxies:
         seen.update(asdict(proxy.counts))
         proxy.faults = Faults()
-    tally.update(seen)
+    tally.update({f"messages {what}": number for what, number in seen.items()})
     happened = {"lost": "lost", "repeated": "repeated", "out of order": "reordered"}.get(kind)
     assert happened is None or seen[happened] > 0, f"nothing was {kind}: {seen}"
     service.recover()
