@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fault_record import CAMPAIGNS, FaultRecord
+from support.fault_record import CAMPAIGNS, ROUNDS_VARIABLE, FaultRecord
 from support.fork_server import ForkServer
 from support.violations import kind_of
 
 from kvxfer.bench.report import measured_commit
 
 RECORD = FaultRecord()
-ROUNDS = "KVXFER_FAULT_ROUNDS"
 HAS_FAILED = pytest.StashKey[bool]()
 
 
@@ -85,6 +84,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _command(config: pytest.Config) -> str:
-    rounds = os.environ.get(ROUNDS, "")
+    rounds = os.environ.get(ROUNDS_VARIABLE, "")
     words = shlex.join(["./deploy/test.sh", *config.invocation_params.args])
-    return f"{ROUNDS}={rounds} {words}" if rounds else words
+    return f"{ROUNDS_VARIABLE}={rounds} {words}" if rounds else words

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from support.fault_cases import Case, all_cases, run_case, states
-from support.fault_record import FaultRecord
+from support.fault_record import ROUNDS, FaultRecord
 from support.fork_server import ForkServer
 from support.service import Service
 from support.violations import kind_of
@@ -35,7 +35,6 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"lane": "pull", "connector": "nixl", "environment": {"UCX_TLS": "tcp"}},
     {"lane": "auto", "connector": "peer,nixl"},
 )
-ROUNDS = int(os.environ.get("KVXFER_FAULT_ROUNDS", "1"))
 NAME = "every state"
 
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 
 import pytest
+from support.fault_record import ROUNDS
 from support.fork_server import ForkServer
 from support.message_proxy import Faults, MessageProxy
 from support.service import PEER_TIMEOUT_S, Service, check_ended, free_port
@@ -65,11 +66,9 @@ def linked(request: pytest.FixtureRequest, fork_server: ForkServer) -> Iterator[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_messages_are(
-    kind: str, proxied: Proxied, counts: dict[str, Counter[str]], request: pytest.FixtureRequest
-) -> None:
+def test_messages_are(kind: str, proxied: Proxied, counts: dict[str, Counter[str]]) -> None:
     service = proxied.service
-    num_rounds = 20 if request.config.getoption("--slow") else 2
+    num_rounds = 20 if ROUNDS > 1 else 4
     tally = counts.setdefault("messages", Counter())
     for proxy in proxied.proxies:
         proxy.faults = KINDS[kind]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -18,6 +19,10 @@ CAMPAIGNS = {
     "test_fuzz_connectors": ("control-fuzz", "fuzz"),
 }
 """By module: the file, without .json, and the campaign's name."""
+
+ROUNDS_VARIABLE = "KVXFER_FAULT_ROUNDS"
+ROUNDS = int(os.environ.get(ROUNDS_VARIABLE, "1"))
+"""How often each fault is done; where chance has a part, more than once even so."""
 
 FILES = {campaign: file for file, campaign in CAMPAIGNS.values()}
 
