@@ -31,7 +31,9 @@ CHANGE_EVERY = 50
 """Hand-overs between two shrinks of one cache or the other."""
 SLEEP_EVERY = 4
 """Of those, between two sleeps of both."""
-LONGEST_PROMPT, LONGEST_ANSWER = 90, 3
+LONGEST_PROMPTS, LONGEST_ANSWER = (30, 90, 240), 3
+"""Between two changes prompts are as long as one of these at the most: caches that were shrunk
+after short ones have to grow for long ones."""
 WARM, MOST_WARM = 0.2, 2000
 """Of all hand-overs, and how many at the most, after which what is held must not grow any more."""
 
@@ -70,12 +72,13 @@ class Soak:
     failed: list[str] = field(default_factory=list)
     done: int = 0
     shrinks: int = 0
+    """Those that gave memory back."""
     sleeps: int = 0
     held: list[Held] = field(default_factory=list)
     """Sample by sample; the first after the warm part."""
     problems: list[str] = field(default_factory=list)
-    updates: dict[str, int] = field(default_factory=dict)
-    """By worker: how often its regions became others."""
+    growths: dict[str, int] = field(default_factory=dict)
+    """By worker."""
     took_s: float = 0.0
 
 
@@ -105,11 +108,15 @@ def _soak(options: SoakOptions, connector: str) -> Soak:
     with ExitStack() as undo:
         directory = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="kvxfer-soak-")))
         cluster = SoakCluster.start(directory, connector, options.lane, undo)
+        before = cluster.generations()
         start_s = time.monotonic()
         _run(cluster, options, found)
         found.took_s = time.monotonic() - start_s
         found.problems += cluster.why_not_conserved()
-        found.updates = cluster.updates()
+        for worker, generation in cluster.generations().items():
+            found.growths[worker] = (
+                generation - before[worker] - found.sleeps
+            )  # each wake-up is one
     return found
 
 
@@ -117,9 +124,10 @@ def _run(cluster: SoakCluster, options: SoakOptions, found: Soak) -> None:
     chance = random.Random(options.seed)
     under_way: list[tuple[Completion, int]] = []
     sent, next_change, next_shrink = 0, CHANGE_EVERY, CHANGE_EVERY // 2
+    longest = LONGEST_PROMPTS[0]
     while found.done < options.hand_overs:
         while len(under_way) < OUTSTANDING and sent < min(options.hand_overs, next_change):
-            length = chance.randint(1, LONGEST_PROMPT)
+            length = chance.randint(1, longest)
             prompt = [chance.randrange(VOCAB_SIZE) for _ in range(length)]
             num_new = chance.randint(1, LONGEST_ANSWER)
             under_way.append((cluster.submit(prompt, num_new), num_new))
@@ -127,10 +135,10 @@ def _run(cluster: SoakCluster, options: SoakOptions, found: Soak) -> None:
         _collect(cluster, under_way, found)
         if found.done >= next_shrink:
             next_shrink += CHANGE_EVERY
-            found.shrinks += 1
-            cluster.shrink(chance)  # while hand-overs are under way; the next prompts make it grow
+            found.shrinks += cluster.shrink(chance)  # while hand-overs are under way
         if not under_way and found.done >= next_change:
             next_change += CHANGE_EVERY
+            longest = chance.choice(LONGEST_PROMPTS)
             if next_change // CHANGE_EVERY % SLEEP_EVERY == 0:
                 _sleep(cluster, found, found.done >= options.num_warm)
     for _ in range(3):  # that there are a begin, a middle and an end, however few hand-overs

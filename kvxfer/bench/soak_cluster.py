@@ -81,10 +81,12 @@ class SoakCluster:
         if self._looks % 200 == 0:
             self._launcher.check()
 
-    def shrink(self, chance: random.Random) -> None:
-        """One worker's cache to a random size, as far as it can give back now."""
+    def shrink(self, chance: random.Random) -> bool:
+        """One worker's cache to a random size, as far as it can give back now; whether it did."""
         backend = chance.choice(self._backends)
-        self._manage(backend, Shrink([chance.randint(8, 64)], 0.2))
+        before = self._router.status(backend).values["committed_bytes"]
+        state = self._manage(backend, Shrink([chance.randint(8, 64)], 0.2))
+        return state.committed_bytes < int(before)
 
     def sleep_and_look(self) -> Held:
         """Both asleep, looked at, awake again."""
@@ -104,8 +106,8 @@ class SoakCluster:
     def _manage(self, backend: Backend, request: Shrink | Sleep | WakeUp) -> CacheState:
         return self._router.manage(backend, request, 2 * CHANGE_TIMEOUT_S)
 
-    def updates(self) -> dict[str, int]:
-        """By worker: how often it grew or gave memory back, by its own word."""
+    def generations(self) -> dict[str, int]:
+        """By worker: how often regions were added, by its own word."""
         return {
             worker.name: int(self._router.status(backend).values["generation"])
             for worker, backend in zip(self._workers, self._backends, strict=True)

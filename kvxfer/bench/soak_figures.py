@@ -23,7 +23,7 @@ class Found(Protocol):
     sleeps: int
     held: list[Held]
     problems: list[str]
-    updates: dict[str, int]
+    growths: dict[str, int]
     took_s: float
 
 
@@ -31,7 +31,7 @@ def figures_of(name: str, wanted: int, found: Found) -> list[Figure]:
     """`name` begins each metric; `wanted` hand-overs were to be done."""
 
     def none(metric: str, value: float, unit: str) -> Figure:
-        return Figure(f"{name}: {metric}", value, unit, 0.0, "lower", found.done, 0.0)
+        return Figure(f"{name}: {metric}", value, unit, 0.0, "lower", 1, 0.0)
 
     def told(metric: str, value: float, unit: str, bar: float | None = None) -> Figure:
         return Figure(f"{name}: {metric}", value, unit, bar, "higher", 1, 0.0)
@@ -39,9 +39,9 @@ def figures_of(name: str, wanted: int, found: Found) -> list[Figure]:
     return [
         told("hand-overs", found.done, "requests", wanted),
         told("hand-overs a second", found.done / found.took_s, "/s"),
-        told("shrinks", found.shrinks, ""),
-        told("sleeps of both workers", found.sleeps, ""),
-        *(told(f"updates of regions, {worker}", n, "") for worker, n in found.updates.items()),
+        told("shrinks that gave memory back", found.shrinks, "", 1),
+        *(told(f"growths of {worker}", number, "", 1) for worker, number in found.growths.items()),
+        told("sleeps of both workers", found.sleeps, "", 1),
         none("wrong answers", found.wrong, "requests"),
         none("failed requests", len(found.failed), "requests"),
         none("blocks or regions that do not add up", len(found.problems), ""),
@@ -64,5 +64,5 @@ def _growth(name: str, found: Found) -> list[Figure]:
                 for moment, held in moments.items()
             ]
             grown = moments["end"] - value
-            figures.append(Figure(f"{metric}, grown", grown, unit, more, "lower", found.done, 0.0))
+            figures.append(Figure(f"{metric}, grown", grown, unit, more, "lower", 1, 0.0))
     return figures
