@@ -82,7 +82,7 @@ def unseal_ring(data: bytes) -> Ring:
     """Raises ConnectorError unless `data` is what `seal_ring` made."""
     try:
         ring = msgspec.msgpack.decode(unseal(data), type=Ring)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ConnectorError(f"description of a staging ring does not decode: {error}") from error
     if ring.base_address + ring.total_bytes >= 1 << 63:
         raise ConnectorError(f"staging ring: {ring.total_bytes} bytes from {ring.base_address:#x}")

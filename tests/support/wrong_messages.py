@@ -13,9 +13,12 @@ from msgspec import inspect
 from support.wrong_values import EDGE_TEXTS, WrongValues, leaves_of
 
 from kvxfer.control.lane_messages import LaneTrial
-from kvxfer.control.messages import FirstToken, Message, PrefillRequest, Ready
-from kvxfer.control.wire import encode
+from kvxfer.control.messages import FirstToken, Hello, Message, PrefillRequest, Ready, Welcome
+from kvxfer.control.wire import decode, encode
+from kvxfer.errors import WireError
 
+OURS = ("prefill-0", "decode-0")
+"""The workers that are attacked."""
 TYPES: dict[str, inspect.StructType] = {
     str(one.tag): one
     for one in inspect.type_info(Message).types  # type: ignore[attr-defined]
@@ -73,6 +76,7 @@ class WrongMessages(WrongValues):
             self.changed_message,
             self.made_message,
             self.made_message,
+            self.deep_message,
         )
 
     def learn(self, message: Message) -> None:
@@ -86,6 +90,20 @@ class WrongMessages(WrongValues):
 
     def next(self, live: Live) -> bytes:
         """`live`: what the sender was last told, which its message will often speak of."""
+        return self._unless_posing(self._next(live))
+
+    def _unless_posing(self, data: bytes) -> bytes:
+        """Who has a key can pose as any worker (README, 'Security'). Done while that one is away it
+        takes its place, and the real one ends when it is told so: as designed, and not looked for
+        here."""
+        try:
+            message = decode(data)
+        except WireError:
+            return data
+        facts = message.facts if isinstance(message, Hello | Welcome) else None
+        return self.random_bytes() if facts and facts.worker_id in OURS else data
+
+    def _next(self, live: Live) -> bytes:
         if live.first:
             return msgspec.msgpack.encode(self.random.choice(self._real[live.first.pop()]))
         self._live = live if self.random.random() < 0.7 else Live(deck=live.deck)
@@ -102,7 +120,7 @@ class WrongMessages(WrongValues):
         self._live.put_into(value)
         if self.random.random() < 0.5:
             self.change(value)
-        return msgspec.msgpack.encode(value)
+        return self._unless_posing(msgspec.msgpack.encode(value))
 
     def mutated_bytes(self) -> bytes:
         return self.mutated(msgspec.msgpack.encode(self._any_real()))
@@ -123,6 +141,10 @@ class WrongMessages(WrongValues):
         if self.random.random() < 0.05:
             value["surplus"] = 1
         return msgspec.msgpack.encode(value)
+
+    def deep_message(self) -> bytes:
+        """Nested so deeply that whoever reads it by recursion comes to an end."""
+        return self.deeper(msgspec.msgpack.encode(self._any_real()))
 
     def _any_real(self) -> Any:
         """Types evenly, not as often as they were seen."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 from msgspec import inspect
 
 EDGE_INTS = (0, 1, -1, 2, 3, 4, 7, 63, 64, 65, 255, 4096, 2**31 - 1, 2**31, -(2**31), 2**32,
@@ -16,6 +17,9 @@ EDGE_TEXTS = (
     *("loopback/push", "loopback/pull", "none/pull", "prefill-0", "decode-0", "prefill", "decode"),
 )
 EDGE_BYTES = (b"", b"\0", b"\xff" * 40, bytes(4096))
+
+DEPTH = 5000
+"""Of lists in lists. Python's recursion ends at 1000."""
 
 
 class WrongValues:
@@ -45,6 +49,16 @@ class WrongValues:
                 case _:
                     del data[at : at + self.random.randrange(9)]
         return bytes(data)
+
+    def deeper(self, real: bytes) -> bytes:
+        """`real`, a map or a list, with something more in it: lists in lists."""
+        value = msgspec.msgpack.decode(real)
+        if isinstance(value, dict):
+            value["surplus"] = DEPTH
+        elif isinstance(value, list):
+            value.append(DEPTH)
+        whole: bytes = msgspec.msgpack.encode(value)
+        return whole.replace(msgspec.msgpack.encode(DEPTH), b"\x91" * DEPTH + b"\xc0")
 
     def change(self, value: Any) -> None:
         """One of the values inside, but for the names of types."""
