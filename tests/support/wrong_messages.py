@@ -101,7 +101,10 @@ class WrongMessages(WrongValues):
         except WireError:
             return data
         facts = message.facts if isinstance(message, Hello | Welcome) else None
-        return self.random_bytes() if facts and facts.worker_id in OURS else data
+        if facts is None or facts.worker_id not in OURS:
+            return data
+        renamed = msgspec.structs.replace(facts, worker_id=f"{facts.worker_id}x")
+        return encode(msgspec.structs.replace(message, facts=renamed))
 
     def _next(self, live: Live) -> bytes:
         if live.first:
