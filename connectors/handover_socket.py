@@ -259,7 +259,7 @@ def _receive(sock: socket.socket, max_fds: int) -> tuple[bytes, list[int]] | Non
 def _decoded(decoder: msgspec.msgpack.Decoder[_Frame], data: bytes) -> _Frame:
     try:
         return decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ConnectorError(f"a peer sent no frame of ours: {error}") from error
 
 

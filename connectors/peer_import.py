@@ -65,7 +65,7 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True):
         """Raises ConnectorError for what contradicts itself, or `remote`."""
         try:
             reach = msgspec.msgpack.decode(metadata, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise ConnectorError(f"peer description of {remote.agent}: {error}") from error
         if not set(reach.regions().values()) <= set(remote.regions.regions):
             raise ConnectorError(f"peer description of {remote.agent}: chunks are not its regions")

@@ -57,6 +57,8 @@ class Link:
     """Why nothing can be sent any more."""
     probed_s: float = 0.0
     used_s: float = 0.0
+    is_fresh: bool = True
+    """Nothing was said yet, by either side, that this session of ours is about."""
     unsent: list[Message] = field(default_factory=list)
     """What `Links.flush` sends."""
 
@@ -82,7 +84,7 @@ def unseal_ring(data: bytes) -> Ring:
     """Raises ConnectorError unless `data` is what `seal_ring` made."""
     try:
         ring = msgspec.msgpack.decode(unseal(data), type=Ring)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ConnectorError(f"description of a staging ring does not decode: {error}") from error
     if ring.base_address + ring.total_bytes >= 1 << 63:
         raise ConnectorError(f"staging ring: {ring.total_bytes} bytes from {ring.base_address:#x}")
@@ -138,7 +140,9 @@ class Links:
         not ready: its peer has given up what the message is about."""
         if link.is_ready and link.remote_session is not None:
             link.used_s = self._clock()
-            link.unsent.append(make(link.remote_session))
+            message = make(link.remote_session)
+            link.is_fresh = link.is_fresh and isinstance(message, Ping)
+            link.unsent.append(message)
 
     def flush(self) -> None:
         """What was said in a turn goes out, in one notification a peer: one takes longer than many
@@ -209,6 +213,7 @@ class Links:
             elif isinstance(message, Ping):
                 self._answer(link, message)
             else:
+                link.is_fresh = False
                 found.append((link, message))
 
     def _greeted(self, agent: str, greeting: Greeting) -> None:
@@ -216,7 +221,10 @@ class Links:
         if ring.agent != agent:
             raise ConnectorError(f"agent {agent} greets as {ring.agent}")
         link = self.open(ring)
-        if link.remote_session not in (None, greeting.session):
+        # Its answer to our beginning anew is no new beginning to answer: two sides whose greetings
+        # crossed would go on for ever. Once a slot may be in use, only a new session fences it.
+        is_answer = link.is_fresh and greeting.to == link.session
+        if link.remote_session not in (None, greeting.session) and not is_answer:
             self._reset(link, f"agent {agent} began anew")
         link.remote_session = greeting.session
         link.heard_s = link.used_s = self._clock()
@@ -230,6 +238,7 @@ class Links:
     def _reset(self, link: Link, reason: str) -> None:
         """The peer knows nothing of our session any more: the next one is new to it."""
         link.session = secrets.randbits(62) | 1
+        link.is_fresh = True
         link.remote_session = None
         link.unsent.clear()
         self._lost(link, reason)

@@ -199,7 +199,7 @@ def decode(data: bytes) -> list[Message]:
         raise ConnectorError(f"a notification of {len(data)} bytes, over {MAX_MESSAGE_BYTES}")
     try:
         return _decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ConnectorError(f"no message of the staged way: {error}") from error
 
 

@@ -249,7 +249,7 @@ def control(options: ControlOptions = ControlOptions()) -> int:  # noqa: B008
 def soak(options: SoakOptions = SoakOptions()) -> int:  # noqa: B008
     """Many hand-overs while both caches grow, shrink and sleep: what was wrong, lost or leaked.
 
-    Exit code 1 if anything was.
+    By NIXL, by `peer` and by both. Exit code 1 if anything was wrong, lost or leaked.
     Example: kvxfer bench soak --hand-overs 100000 --json tests/bench/results/control-soak.json
     """
     from kvxfer.bench.soak import run_soak

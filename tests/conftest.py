@@ -28,6 +28,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
     parser.addoption("--commit", default="", help="the commit that a --result-json is of")
+    parser.addoption(
+        "--record",
+        type=Path,
+        metavar="DIR",
+        help="write the figures of the fault campaigns that are run to DIR/control-*.json",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    directory: Path | None = config.getoption("--record")
+    if directory is None:
+        return
+    if not directory.is_dir():
+        raise pytest.UsageError(f"--record: {str(directory)!r} is no directory")
+    if parts := [one for one in config.args if "::" in one]:
+        raise pytest.UsageError(f"--record: {parts[0]!r} is a part; figures are of whole files")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -80,9 +81,11 @@ def _versions() -> dict[str, str]:
     return found
 
 
+@functools.cache
 def measured_commit() -> str:
-    """The commit measured, '-dirty' if the tree had changes; where it runs from a copy, whose git
-    directory is another's or missing, KVXFER_COMMIT says it."""
+    """The commit measured, '-dirty' if the tree had changes when this was asked first: files of
+    figures written since do not count. Where it runs from a copy, whose git directory is another's
+    or missing, KVXFER_COMMIT says it."""
     if given := os.environ.get("KVXFER_COMMIT", ""):
         return given
     command = [

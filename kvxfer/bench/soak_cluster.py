@@ -1,8 +1,9 @@
-"""The two workers of `kvxfer bench soak`, and what they hold."""
+"""The two workers of `kvxfer bench soak`, and what they and the router hold."""
 
 from __future__ import annotations
 
 import mmap
+import os
 import random
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,10 +23,10 @@ POLL_S = 0.005
 
 @dataclass(frozen=True)
 class Held:
-    """What both workers hold together, without KV."""
+    """What each process holds, without KV."""
 
-    of: dict[str, int]
-    """rss_bytes, files, sockets, threads."""
+    by_process: dict[str, dict[str, int]]
+    """By 'prefill', 'decode' and 'router': rss_bytes, files, sockets, threads."""
 
 
 class SoakCluster:
@@ -80,10 +81,12 @@ class SoakCluster:
         if self._looks % 200 == 0:
             self._launcher.check()
 
-    def shrink(self, chance: random.Random) -> None:
-        """One worker's cache to a random size, as far as it can give back now."""
+    def shrink(self, chance: random.Random) -> bool:
+        """One worker's cache to a random size, as far as it can give back now; whether it did."""
         backend = chance.choice(self._backends)
-        self._manage(backend, Shrink([chance.randint(8, 64)], 0.2))
+        before = self._router.status(backend).values["committed_bytes"]
+        state = self._manage(backend, Shrink([chance.randint(8, 64)], 0.2))
+        return state.committed_bytes < int(before)
 
     def sleep_and_look(self) -> Held:
         """Both asleep, looked at, awake again."""
@@ -91,7 +94,9 @@ class SoakCluster:
             state = self._manage(backend, Sleep(CHANGE_TIMEOUT_S))
             if state.problem:
                 raise CacheError(f"sleep: {state.problem}")
-        held = Held(_held(self._workers))
+        pids = {worker.name: worker.process.pid for worker in self._workers}
+        pids["router"] = os.getpid()
+        held = Held({name: _held(Path(f"/proc/{pid}")) for name, pid in pids.items()})
         for backend in self._backends:
             state = self._manage(backend, WakeUp())
             if state.problem:
@@ -100,6 +105,13 @@ class SoakCluster:
 
     def _manage(self, backend: Backend, request: Shrink | Sleep | WakeUp) -> CacheState:
         return self._router.manage(backend, request, 2 * CHANGE_TIMEOUT_S)
+
+    def generations(self) -> dict[str, int]:
+        """By worker: how often regions were added, by its own word."""
+        return {
+            worker.name: int(self._router.status(backend).values["generation"])
+            for worker, backend in zip(self._workers, self._backends, strict=True)
+        }
 
     def why_not_conserved(self) -> list[str]:
         """By worker, at idle: blocks held for no request, committed bytes that are not registered,
@@ -110,6 +122,11 @@ class SoakCluster:
             held = int(values["blocks_used"]) + int(values["blocks_quarantined"])
             if held:
                 found.append(f"{worker.name}: {held} blocks are held for no request")
+            null = 1
+            free = int(values["blocks_free"]) + int(values["prefix_cache_blocks"]) + null
+            if free + held != values["blocks_total"]:
+                total = values["blocks_total"]
+                found.append(f"{worker.name}: {free} blocks free and {held} held of {total}")
             if values["committed_bytes"] != values["registered_bytes"]:
                 committed, registered = values["committed_bytes"], values["registered_bytes"]
                 found.append(f"{worker.name}: {committed} bytes committed, {registered} registered")
@@ -120,16 +137,16 @@ class SoakCluster:
         return found
 
 
-def _held(workers: list[WorkerProcess]) -> dict[str, int]:
-    totals = dict.fromkeys(("rss_bytes", "files", "sockets", "threads"), 0)
-    for worker in workers:
-        process = Path(f"/proc/{worker.process.pid}")
-        totals["rss_bytes"] += int((process / "statm").read_text().split()[1]) * mmap.PAGESIZE
-        totals["threads"] += sum(1 for _ in (process / "task").iterdir())
-        for link in (process / "fd").iterdir():
-            totals["files"] += 1
-            try:
-                totals["sockets"] += str(link.readlink()).startswith("socket:")
-            except FileNotFoundError:
-                continue  # closed meanwhile
-    return totals
+def _held(process: Path) -> dict[str, int]:
+    """Of a directory in /proc."""
+    held = dict.fromkeys(("rss_bytes", "files", "sockets", "threads"), 0)
+    held["rss_bytes"] = int((process / "statm").read_text().split()[1]) * mmap.PAGESIZE
+    held["threads"] = sum(1 for _ in (process / "task").iterdir())
+    for link in (process / "fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except FileNotFoundError:
+            continue  # closed meanwhile, as the one that lists them is
+        held["files"] += 1
+        held["sockets"] += target.startswith("socket:")
+    return held

@@ -182,5 +182,5 @@ def _unpack(parts: bytes) -> _Parts:
         return {}
     try:
         return msgspec.msgpack.decode(parts, type=_Parts)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ConnectorError(f"description does not decode: {error}") from error

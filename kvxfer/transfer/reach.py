@@ -45,7 +45,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
         payload = unseal(data)
         try:
             return msgspec.msgpack.decode(payload, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise ConnectorError(f"description does not decode: {error}") from error
 
 

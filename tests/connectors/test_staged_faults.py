@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,7 @@ from connectors import staged_engine, staged_target
 from connectors.peer_copy import Copier
 from connectors.staged_messages import (
     Ask,
+    Bye,
     Greeting,
     Landed,
     Piece,
@@ -124,6 +126,32 @@ def test_garbage_fails_its_senders_tickets_and_nothing_else(sides: list[Side]) -
     check_slots_are_free(right.connector)
     ticket = right.connector.submit("left", Direction.PULL, SOME)
     assert collect(right, {ticket}, left) == {ticket: None}
+
+
+def test_greetings_that_cross_end_in_one_session(sides: list[Side]) -> None:
+    """Not in each side's taking every answer of the other's for a beginning, for ever."""
+    left, right, _ = sides
+    agent, link = talking(left, right)
+    right.meet(left)
+    until(lambda: not link.unsent, left.connector, right.connector)
+    engine = left.connector._engine
+    agent.notify(right.connector._name, encode(Bye(link.remote_session or 0)))
+    engine.links.greet(link)  # of the session that is over
+    for _ in range(50):
+        for side in (left, right):
+            side.connector.poll()
+        time.sleep(0.001)
+    known = right.connector._engine.links.find(left.connector._name)
+    before = link.session, known.session
+    for _ in range(50):
+        for side in (left, right):
+            side.connector.poll()
+        time.sleep(0.001)
+    assert (link.session, known.session) == before
+    assert (link.remote_session, known.remote_session) == (known.session, link.session)
+    for direction in Direction:
+        ticket = right.connector.submit("left", direction, SOME)
+        assert collect(right, {ticket}, left) == {ticket: None}
 
 
 def test_a_region_revoked_between_request_and_gather(sides: list[Side]) -> None:

@@ -12,15 +12,18 @@ import os
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from support.fault_cases import Case, all_cases, run_case, states
+from support.fault_record import ROUNDS, FaultRecord
 from support.fork_server import ForkServer
 from support.service import Service
+from support.violations import kind_of
+
+from kvxfer.bench.report import Figure
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow]
 
@@ -32,7 +35,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"lane": "pull", "connector": "nixl", "environment": {"UCX_TLS": "tcp"}},
     {"lane": "auto", "connector": "peer,nixl"},
 )
-ROUNDS = int(os.environ.get("KVXFER_FAULT_ROUNDS", "1"))
+NAME = "every state"
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Result:
     case: Case
     service: str
     error: str
+    kind: str
+    """Of the error, by the names of `violations`."""
     ends: dict[str, int]
     took_s: float
 
@@ -71,7 +76,7 @@ class Campaign:
         service: Service | None = None
         while not cases.empty():
             case, began = cases.get(), time.monotonic()
-            error, ends = "", {}
+            error, kind_of_error, ends = "", "", {}
             try:
                 if service is None:
                     service = Service(self._server, **kind)
@@ -79,18 +84,20 @@ class Campaign:
                 ends = run_case(service, case)
             except Exception as problem:
                 error = f"{type(problem).__name__}: {problem}"
+                kind_of_error = kind_of(problem)
                 if service is not None:
                     service.__exit__()
                 service = None
             name = " ".join(map(str, kind.values()))
-            self._results.append(Result(case, name, error, ends, time.monotonic() - began))
+            took_s = time.monotonic() - began
+            self._results.append(Result(case, name, error, kind_of_error, ends, took_s))
         if service is not None:
             service.__exit__()
 
 
 @pytest.fixture(scope="module")
 def results(
-    request: pytest.FixtureRequest, fork_server: ForkServer, counts: dict[str, Counter[str]]
+    request: pytest.FixtureRequest, fork_server: ForkServer, fault_record: FaultRecord
 ) -> Iterator[dict[str, list[Result]]]:
     """By state, of those that are to be tested."""
     wanted = [
@@ -100,18 +107,32 @@ def results(
     ]
     memory = set(os.listdir("/dev/shm"))  # noqa: PTH208
     found: dict[str, list[Result]] = {state: [] for state in wanted}
-    tally = counts.setdefault("faults at every state", Counter())
+    moments = ("entry",) if ROUNDS == 1 else ("entry", "turn")
+    all_of = {state: [c for at in moments for c in all_cases(state, at)] for state in states()}
+    fault_record.wanted[NAME] = ROUNDS * sum(map(len, all_of.values()))
     for round_ in range(ROUNDS):
-        moments = ("entry",) if ROUNDS == 1 else ("entry", "turn")
-        cases = [case for state in wanted for at in moments for case in all_cases(state, at)]
+        cases = [case for state in wanted for case in all_of[state]]
         for result in Campaign(fork_server).run(cases, round_):
             found[result.case.state].append(result)
-            tally["cases"] += 1
-            tally[result.case.fault] += 1
-            tally["failed"] += bool(result.error)
-            tally.update({f"requests {how}": number for how, number in result.ends.items()})
+            count(fault_record, result)
+    reached = sum(any(not one.error for one in results) for results in found.values())
+    fault_record.add(
+        NAME,
+        Figure(f"{NAME}: rounds", ROUNDS, "", 3.0, "higher", 1, 0.0),
+        Figure(f"{NAME}: states reached", reached, "", len(states()), "higher", 1, 0.0),
+    )
     assert set(os.listdir("/dev/shm")) <= memory, "shared memory is left"  # noqa: PTH208
     yield found
+
+
+def count(record: FaultRecord, result: Result) -> None:
+    tally = record.tally(NAME)
+    tally["cases"] += 1
+    tally[f"cases of: {result.case.fault}"] += 1
+    tally["failed"] += bool(result.error)
+    if result.error:
+        tally[result.kind] += 1
+    tally.update({f"requests ended in: {how}": number for how, number in result.ends.items()})
 
 
 @pytest.mark.parametrize("state", states())

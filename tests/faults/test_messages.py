@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 
 import pytest
+from support.fault_record import ROUNDS
 from support.fork_server import ForkServer
 from support.message_proxy import Faults, MessageProxy
 from support.service import PEER_TIMEOUT_S, Service, check_ended, free_port
@@ -65,12 +66,10 @@ def linked(request: pytest.FixtureRequest, fork_server: ForkServer) -> Iterator[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_messages_are(
-    kind: str, proxied: Proxied, counts: dict[str, Counter[str]], request: pytest.FixtureRequest
-) -> None:
+def test_messages_are(kind: str, proxied: Proxied, counts: dict[str, Counter[str]]) -> None:
     service = proxied.service
-    num_rounds = 20 if request.config.getoption("--slow") else 2
-    tally = counts.setdefault("faulty messages", Counter())
+    num_rounds = 20 if ROUNDS > 1 else 4
+    tally = counts.setdefault("messages", Counter())
     for proxy in proxied.proxies:
         proxy.faults = KINDS[kind]
     for _ in range(num_rounds):
@@ -79,12 +78,13 @@ def test_messages_are(
             if index == 5:
                 service.listen(0.01)
                 service.cancel(asked)
-        tally.update({f"requests {how}": n for how, n in check_ended(service.collect()).items()})
+        ended = check_ended(service.collect())
+        tally.update({f"requests ended in: {how}": number for how, number in ended.items()})
     seen: Counter[str] = Counter()
     for proxy in proxied.proxies:
         seen.update(asdict(proxy.counts))
         proxy.faults = Faults()
-    tally.update(seen)
+    tally.update({f"messages {what}": number for what, number in seen.items()})
     happened = {"lost": "lost", "repeated": "repeated", "out of order": "reordered"}.get(kind)
     assert happened is None or seen[happened] > 0, f"nothing was {kind}: {seen}"
     service.recover()

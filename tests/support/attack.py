@@ -4,35 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
-from support.attackers import AS_ROUTER, Careful, Dialler, Posing, Stranger
+import pytest
+from support.attackers import AS_ROUTER, STRANGER, Careful, Dialler, Posing, Stranger
 from support.cluster import Cluster
 from support.keys import KeyRing
+from support.plausible import examples
 from support.wire_peer import WirePeer
 from support.workers import Worker
 from support.wrong_messages import WrongMessages
 
-from kvxfer.control.cache_messages import Shrink
 from kvxfer.control.channel import Channel, Letter
-from kvxfer.control.lane_messages import LanePush, LaneTrial
 from kvxfer.control.messages import (
-    Finished,
     Goodbye,
-    Grant,
-    Hello,
-    Lease,
-    Message,
-    Ready,
     Reject,
-    Sampling,
     StatusQuery,
-    TransferStats,
     Welcome,
 )
+from kvxfer.errors import HandshakeRejected
 from kvxfer.serve.completion import Backend, Completion
 from kvxfer.serve.router import Router
-from kvxfer.transfer.regions import Region
 from kvxfer.worker.residency import ResidencyState
 
 
@@ -62,78 +54,6 @@ AS_PREFILL = {
 }
 AS_DECODE = ("PrefillRequest", "PrefillRequest", "Taken", "Abort", "Heartbeat", "RegionsAck",
              "LaneTrial", "LanePush", "LaneChosen")  # fmt: skip
-PLAUSIBLE: dict[str, Any] = {
-    **dict.fromkeys(("request_id", "grant_id", "lease_id"), "g"),
-    "trial_id": "t",
-    "lane": "loopback/push",
-    "proven": ["loopback/push"],
-    "gbps": 1.0,
-    "num_tokens": 18,
-    "retry_after_s": 0.1,
-    "num_layers": 2,
-    "num_ranks": 1,
-    "index": 0,
-    "token": 5,
-    "first_token": 5,
-    "tokens": list(range(18)),
-    "max_new_tokens": 4,
-    "sampling": Sampling(),
-    "prefill": "",
-    "stop_token_ids": [],
-    "verify": True,
-    "wants_digest": False,
-    "digest": None,
-    "blocks": [1],
-    "grant": Grant("g", [[1, 2, 3, 4, 5]], 1.0),
-    "lease": Lease("g", [[1, 2, 3, 4, 5]], 1.0),
-    "start": 0,
-    "stop": 18,
-    "layers": [(0, 2)],
-    "final": True,
-    "transfer": TransferStats(),
-    "tokens_read": 0,
-    "layers_read": [],
-    "stretch_end": 0,
-    "elapsed_ns": 100,
-    "epoch": 1,
-    "generation": 1,
-    "regions": [Region(0, 4096)],
-    "descriptions": [b""],
-    "reason": "length",
-    "error": "",
-    "kv_digests": ["00"],
-    "num_blocks": [4],
-    "timeout_s": 0.1,
-    "request": "Shrink",
-    "problem": "",
-    "is_sleeping": False,
-    "committed_bytes": 4096,
-    "tombstone_bytes": 0,
-    "pinned_bytes": 0,
-    "worker_id": "w",
-    "values": {"a": 1, "b": "c"},
-    "field": "model",
-    "ours": "a",
-    "theirs": "b",
-}
-"""Values of messages' fields that a handler may find right."""
-
-
-def example(kind: type, **others: Any) -> Any:
-    """A message of `kind`. KeyError for a field that PLAUSIBLE does not know: teach it."""
-    known = PLAUSIBLE | others
-    return kind(**{name: known[name] for name in kind.__struct_fields__})  # type: ignore
-
-
-def examples() -> list[Any]:
-    """One of each message at the least: some are seldom said, or by some lanes only."""
-    special: dict[Any, dict[str, Any]] = {LaneTrial: {"num_tokens": 4}, LanePush: {"num_tokens": 4}}
-    special |= {Shrink: {"num_blocks": [2]}, Finished: {"num_blocks": 5}}
-    kinds = [kind for kind in get_args(Message) if kind not in (Hello, Welcome)]
-    made = [example(kind, **special.get(kind, {})) for kind in kinds]
-    return [*made, example(Ready, stop=8, layers=[(0, 1)], final=False)]
-
-
 PLAYED = {
     "xd": "decode", "xp": "prefill", "xs": "prefill", "xr": "decode",
     "quiet-d": "decode", "quiet-p": "prefill",
@@ -156,6 +76,10 @@ class Attack:
         self.delivered: dict[str, Counter[str]] = {
             "prefill": Counter(), "decode": Counter(), "router": Counter(),
         }  # fmt: skip
+        self.num_of_strangers = 0
+        """Messages that were taken from them: none, ever."""
+        self.num_answers = 0
+        """Messages that the workers sent meanwhile."""
         self.handled: dict[str, Counter[str]] = {"prefill": Counter(), "decode": Counter()}
         ours = {"prefill": ring.options("p"), "decode": ring.options("d")}
         self.prefill, self.decode = cluster.pair("auto", **ours, **TIMES)
@@ -166,15 +90,18 @@ class Attack:
         self.misled = Router(peer_timeout_s=1e9, survives_loss=True, keys=ring.keys("r"))
         self._tap(self.misled._channel, self.delivered["router"])
         self.peers = {name: self._peer(ring, name) for name in PLAYED}
-        self._dial()
+        self._dial(ring)
 
     def _peer(self, ring: KeyRing, name: str) -> WirePeer:
         listen = "tcp://127.0.0.1:0" if name in ("xs", "xr") else None
         return WirePeer(PLAYED[name], listen, worker_id=name, **TIMES, **ring.options(name))
 
-    def _dial(self) -> None:
-        wrong, peers = self.wrong, self.peers
-        self.strangers = [Stranger(one.address, wrong) for one in (self.prefill, self.decode)]
+    def _dial(self, ring: KeyRing) -> None:
+        wrong, peers, odd = self.wrong, self.peers, ring.keys("odd", allow=False)
+        self.strangers = [
+            Stranger(one.address, wrong, odd, odd.named("address", one.address, name))
+            for one, name in ((self.prefill, "p"), (self.decode, "d"))
+        ]
         self.attackers: list[Any] = [
             Dialler(self.prefill, peers["xd"], wrong, greets=True),
             Dialler(self.decode, peers["xp"], wrong, greets=True),
@@ -206,6 +133,7 @@ class Attack:
         def tapped(timeout_s: float) -> list[Letter]:
             letters = poll(timeout_s)
             for letter in letters:
+                self.num_of_strangers += letter.peer == f"in:{STRANGER.hex()}"
                 delivered[type(letter.message).__name__] += 1
             return letters
 
@@ -219,6 +147,7 @@ class Attack:
             def tapped(peer: str, message: Any, send: Any = send) -> None:
                 self.wrong.learn(message)
                 send(peer, message)
+                self.num_answers += 1
 
             worker.channel.send = tapped  # type: ignore[method-assign]
         self.serve()
@@ -265,6 +194,23 @@ class Attack:
         owing += [(trial.peer, trial.peer.name) for trial in role._lane_trials._ending]
         for name in {name for peer, name in owing if not peer.is_met}:
             self.decode.peers.on_fenced(name)
+
+    @property
+    def num_answered_strangers(self) -> int:
+        return sum(stranger.num_answers for stranger in self.strangers)
+
+    def last_words(self) -> None:
+        """Of whom the router dialled: what ends its talk with it, and a router that has but one."""
+        peer = self.peers["xr"]
+        peer.says(Goodbye("enough"))
+        self.cluster.until(lambda: self._router_heard("Goodbye"))
+        peer.says(Reject("model", "ours", "theirs"))
+        with pytest.raises(HandshakeRejected):
+            self.cluster.until(lambda: self._router_heard("Reject"))
+
+    def _router_heard(self, name: str) -> bool:
+        self.misled.poll(0.0)
+        return bool(self.delivered["router"][name])
 
     def stop(self) -> None:
         """The attackers go. Idempotent."""

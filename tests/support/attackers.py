@@ -13,10 +13,8 @@ from support.wire_peer import WirePeer
 from support.workers import Worker
 from support.wrong_messages import TYPES, Live, WrongMessages
 
-from kvxfer.control.messages import (
-    WIRE_VERSION,
-    Hello,
-)
+from kvxfer.control.auth import Keys
+from kvxfer.control.messages import WIRE_VERSION, Hello
 from kvxfer.control.wire import decode
 from kvxfer.errors import WireError
 
@@ -151,40 +149,65 @@ def names_of(kinds: tuple[type, ...]) -> set[str]:
     return {kind.__name__ for kind in kinds}
 
 
-STARTS = (b"", b"\x01\x00", b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48))
-"""Of a connection: none, that of ZMTP 1.0 and of 3.0."""
+def greeting(mechanism: bytes) -> bytes:
+    """Of ZMTP 3.0."""
+    return b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+STARTS = (b"", b"\x01\x00", greeting(b"NULL"), greeting(b"CURVE"))
+"""Of a connection: none, that of ZMTP 1.0 and those of 3.0."""
+STRANGER = b"stranger"
+"""As whom they come."""
 
 
 class Stranger:
-    """Has no key: a ZeroMQ socket that speaks NULL, or bare bytes over TCP."""
+    """Has no key, or with `keys` one that is not allowed: over TCP it sends bare bytes, and what
+    it says over a ZeroMQ socket is in the clear, or as its key has it. Nobody answers."""
 
-    def __init__(self, address: str, wrong: WrongMessages) -> None:
+    def __init__(self, address: str, wrong: WrongMessages, keys: Keys, server: bytes) -> None:
         self._address = address.partition("#")[0]
         self._wrong = wrong
         self._context = zmq.Context()
         self._num = 0
-        self._dealer = self._context.socket(zmq.DEALER)
-        self._dealer.setsockopt(zmq.LINGER, 0)
-        self._dealer.connect(self._address)
+        self.num_answers = 0
+        self._dealers = {"no key, ZeroMQ": self._dealer(), "wrong key": self._dealer()}
+        keys.introduce(self._dealers["wrong key"], server)
+        for dealer in self._dealers.values():
+            dealer.connect(self._address)
+
+    def _dealer(self) -> Any:
+        made = self._context.socket(zmq.DEALER)
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.IDENTITY, STRANGER)
+        return made
 
     def send(self) -> str:
         self._num += 1
         data = self._wrong.next(Live())
-        if self._num % 2:
-            try:
-                self._dealer.send(data, zmq.NOBLOCK)
-            except zmq.Again:  # libzmq gives an address up that speaks another mechanism
-                self._dealer.disconnect(self._address)
-                self._dealer.connect(self._address)
-                return ""
-            return "no key, ZeroMQ"
+        ways = (*self._dealers, "no key, bytes")
+        way = ways[self._num % len(ways)]
+        if way not in self._dealers:
+            self._send_bytes(STARTS[self._num // len(ways) % len(STARTS)] + data)
+            return way
+        dealer = self._dealers[way]
+        try:
+            dealer.send(data, zmq.NOBLOCK)
+        except zmq.Again:  # libzmq gives an address up that speaks another mechanism, or refuses
+            dealer.disconnect(self._address)
+            dealer.connect(self._address)
+            dealer.send(data, zmq.NOBLOCK)
+        return way
+
+    def _send_bytes(self, data: bytes) -> None:
         port = int(self._address.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as raw:
-            raw.sendall(STARTS[self._num // 2 % len(STARTS)] + data)
-        return "no key, bytes"
+            raw.sendall(data)
 
     def turn(self) -> None:
-        return
+        for dealer in self._dealers.values():
+            while dealer.poll(0, zmq.POLLIN):
+                dealer.recv()
+                self.num_answers += 1
 
     def close(self) -> None:
         self._context.destroy(linger=0)

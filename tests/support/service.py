@@ -23,6 +23,7 @@ import psutil
 from support.fork_server import ForkServer
 from support.null_process import SPEC
 from support.null_runner import VOCAB_SIZE, Reference
+from support.violations import Crash, Hang, Leak, NoRecovery, WrongToken
 
 from kvxfer.serve.router import Router
 
@@ -34,6 +35,8 @@ END_TIMEOUT_S = REQUEST_TIMEOUT_S + 4 * PEER_TIMEOUT_S
 """The longest that a request may take to its end, whatever happens."""
 RECOVERY_TIMEOUT_S = 8.0
 START_TIMEOUT_S = 10.0
+WRONG_LINES = {"conservation is broken": Leak, "Traceback": Crash, "Fatal Python error": Crash}
+"""In the log of a worker or a router."""
 _ports = itertools.count(20_000 + os.getpid() % 400 * 20)
 _ports_lock = threading.Lock()
 
@@ -77,10 +80,12 @@ class Asked:
 
     def check(self) -> None:
         """No wrong token, ever; all of them, and the right KV, where it says that it is whole."""
-        assert self.output == self.reference.tokens[: len(self.output)], self
+        if self.output != self.reference.tokens[: len(self.output)]:
+            raise WrongToken(str(self))
         if self.is_served:
-            assert self.output == self.reference.tokens, self
-            assert self.digests == self.reference.digests, self
+            whole = self.reference.tokens, self.reference.digests
+            if (self.output, self.digests) != whole:
+                raise WrongToken(f"{self} is not whole")
         elif self.reason in ("error", "lost"):
             assert self.error, f"no reason is given: {self}"
         else:
@@ -328,7 +333,8 @@ class Service:
         """All that were asked for, once each has ended as it may."""
         deadline = time.monotonic() + timeout_s
         while open_ones := [one for one in self.asked.values() if not one.reason]:
-            assert time.monotonic() < deadline, f"hangs: {open_ones}\n{self.tails()}"
+            if time.monotonic() > deadline:
+                raise Hang(f"hangs: {open_ones}\n{self.tails()}")
             self.listen(0.02)
         found, self.asked = list(self.asked.values()), {}
         for asked in found:
@@ -344,7 +350,9 @@ class Service:
             if asked.is_served:
                 return time.monotonic() - began
             waited = time.monotonic() - began
-            assert waited < timeout_s, f"no recovery: {asked.reason} {asked.error}\n{self.tails()}"
+            if waited > timeout_s:
+                told = f"{asked.reason} {asked.error}\n{self.tails()}"
+                raise NoRecovery(f"no recovery: {told}")
             time.sleep(0.05)
 
     # --- what must hold -----------------------------------------------------------------------
@@ -364,8 +372,9 @@ class Service:
         for process in self.processes.values():
             self._check_used(process)
             text = process.log.read_text(errors="replace") if process.log.exists() else ""
-            for wrong in ("conservation is broken", "Traceback", "Fatal Python error"):
-                assert wrong not in text, f"{self.name}, {process.role}:\n{text[-6000:]}"
+            for wrong, kind in WRONG_LINES.items():
+                if wrong in text:
+                    raise kind(f"{self.name}, {process.role}:\n{text[-6000:]}")
 
     def _check_blocks(self, role: str) -> None:
         deadline = time.monotonic() + END_TIMEOUT_S
@@ -375,12 +384,14 @@ class Service:
             is_idle = not any(held.values()) and not values.get("jobs", values.get("requests"))
             if is_idle:
                 break
-            assert time.monotonic() < deadline, f"{role} leaks: {held} {values}\n{self.tails()}"
+            if time.monotonic() > deadline:
+                raise Leak(f"{role} leaks: {held} {values}\n{self.tails()}")
             time.sleep(0.02)
         null = 1
         free = values["blocks_free"] + values["prefix_cache_blocks"] + null
-        assert free == values["blocks_total"], f"{role}: {values}"
-        assert values["registered_bytes"] == values["committed_bytes"], f"{role}: {values}"
+        is_conserved = free == values["blocks_total"]
+        if not is_conserved or values["registered_bytes"] != values["committed_bytes"]:
+            raise Leak(f"{role}: {values}")
 
     def _check_used(self, process: Process) -> None:
         """Against the first look at this process: it has met its peers and served by then."""
@@ -395,10 +406,11 @@ class Service:
 
         with contextlib.suppress(AssertionError):
             until(is_flat, 3 * PEER_TIMEOUT_S, "")
-        assert is_flat(), (
-            f"{self.name}: {process.role} leaks: {allowed} became {used}; open:"
-            f" {process.open_files()}\n{self.tails()}"
-        )
+        if not is_flat():
+            raise Leak(
+                f"{self.name}: {process.role} leaks: {allowed} became {used}; open:"
+                f" {process.open_files()}\n{self.tails()}"
+            )
 
     def tails(self) -> str:
         return "\n".join(f"--- {p.role}\n{p.tail()}" for p in self.processes.values())
