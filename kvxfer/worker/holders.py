@@ -29,6 +29,7 @@ class Holders:
         self.owing: set[str] = set()
         """Keys of those who were told of the newest revocation and have not acknowledged it."""
         self._lost: dict[str, _Lost] = {}
+        """By worker id, or by key where it never said who it is."""
         self.came_back: set[str] = set()
         """Lost peers that we dialled and that live after all: what a transport kept of them goes
         with the next epoch. Worker ids."""
@@ -49,26 +50,33 @@ class Holders:
         for hours, no agent is kept for each greeting that waits for it.
         """
         self.owing.discard(peer.key)
-        if peer.facts is None or not peer.knows_us:
+        if not peer.knows_us:
             return
         told = set(range(peer.told_epoch, epoch + 1)) if peer.is_met else set()
+        incarnation = peer.facts.incarnation if peer.facts else ""
         before = self._lost.get(peer.name)
-        if before is not None and before.incarnation == peer.facts.incarnation:
+        if before is not None and before.incarnation == incarnation:
             told |= before.epochs
-        self._lost[peer.name] = _Lost(peer.facts.incarnation, told)
+        self._lost[peer.name] = _Lost(incarnation, told)
 
-    def met(self, facts: WorkerFacts, dialled: bool) -> None:
-        """A process said who it is: an older one of the same worker is dead."""
-        before = self._lost.get(facts.worker_id)
+    def met(self, peer: Peer, facts: WorkerFacts) -> None:
+        """A process said who it is: an older one of the same worker is dead, and it may be the one
+        whom we greeted before in vain."""
+        unnamed = self._lost.pop(peer.key, None)
+        if unnamed is not None:
+            unnamed.incarnation = facts.incarnation
+        before = self._lost.get(facts.worker_id, unnamed)
         if before is None:
             return
         if before.incarnation != facts.incarnation:
             del self._lost[facts.worker_id]
-        elif dialled:
+            return
+        self._lost[facts.worker_id] = before
+        if peer.key.startswith("out:"):
             self.came_back.add(facts.worker_id)
 
     def names(self) -> list[str]:
-        """Worker ids of lost peers that may still come."""
+        """Lost peers that may still come."""
         return sorted(self._lost)
 
     def epochs(self) -> set[int]:

@@ -177,7 +177,7 @@ class PeerTable:
         for old in list(self._peers.values()):
             if old is not peer and old.facts and old.name == facts.worker_id:
                 self.lose(old.key, "a new process of the same worker is here")
-        self.holders.met(facts, peer.key.startswith("out:"))
+        self.holders.met(peer, facts)
         if self._incarnations.met(facts):
             self.on_fenced(facts.worker_id)
 

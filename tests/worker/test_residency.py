@@ -19,6 +19,7 @@ from kvxfer.control.cache_messages import (
 )
 from kvxfer.control.messages import Hello, RegionsUpdate
 from kvxfer.control.resync_messages import RegionsQuery, RegionsState
+from kvxfer.control.session import Peer
 from kvxfer.errors import DriverError
 from kvxfer.telemetry.trace import read_trace
 from kvxfer.transfer.regions import Region
@@ -414,6 +415,25 @@ def test_a_peer_that_never_lets_go_is_lost_and_cannot_crash_the_owner(cluster, m
     decode.check_conserved()
 
 
+def test_who_was_greeted_and_never_answered_may_reach_memory_too(cluster, monkeypatch):
+    """Its answer may have been lost; once it says who it is, it is as any peer that came back."""
+    monkeypatch.setattr(revocation_module, "ACK_TIMEOUT_S", 0.15)
+    wire = cluster.wire("prefill", "tcp://127.0.0.1:0", lane="push")
+    wire.acks = False
+    decode = cluster.add("decode", lane="push", on_peer_loss="wait", **ELASTIC)
+    grow(cluster, decode)
+    decode.peers.dial(wire.address)
+    cluster.until(lambda: bool(wire.of(Hello)))
+    assert asked(cluster, decode, "shrink", [20], 5.0).tombstone_bytes > 0
+    wire.acks = True
+    cluster.until(lambda: len(wire.of(Hello)) > 1)
+    wire.send(wire.welcome("push"))
+    cluster.until(lambda: bool(decode.peers.ready()))
+    asked(cluster, decode, "shrink", [8], 5.0)
+    cluster.until(lambda: decode.parts.residency.retired.tombstone_bytes == 0)
+    decode.check_conserved()
+
+
 def test_a_transfer_of_a_lost_peer_ends_in_an_error(cluster, monkeypatch):
     import numpy as np
 
@@ -509,7 +529,7 @@ def test_a_peer_that_stays_away_keeps_only_the_agents_that_it_knows(cluster, mon
         asked(cluster, decode, "sleep", 5.0)
     cluster.turn_for(0.05)
     assert retired.num_epochs == 2, "of the second it was told in vain"
-    decode.peers.holders.met(wire.facts(incarnation="another life"), dialled=True)
+    decode.peers.holders.met(Peer("in:x", 0.0), wire.facts(incarnation="another life"))
     cluster.until(lambda: retired.num_epochs == 0)
 
 
@@ -527,7 +547,7 @@ def test_where_there_are_no_tombstones_memory_stays_pinned(cluster, monkeypatch)
     refused = asked(cluster, decode, "wake_up")
     assert "may still reach" in refused.problem
     assert refused.is_sleeping
-    decode.peers.holders.met(wire.facts(incarnation="another life"), dialled=False)
+    decode.peers.holders.met(Peer("in:x", 0.0), wire.facts(incarnation="another life"))
     cluster.until(lambda: decode.parts.residency.retired.pinned_bytes == 0)
     assert asked(cluster, decode, "wake_up").problem == ""
     decode.check_conserved()
