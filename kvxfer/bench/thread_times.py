@@ -1,8 +1,8 @@
 """CPU time of a worker's threads, by what they are for.
 
-Facts (Linux 6, Python 3.11): /proc/PID/task has a directory for each thread; the first number of its
-`schedstat` is the nanoseconds that it has run for. The control thread is the main one, whose id is
-the process's; those of ZeroMQ are named ZMQbg/…; Python gives its own no names that show there.
+Facts (Linux 6, Python 3.11): /proc/PID/task has a directory for each thread; the first number of
+its `schedstat` is the nanoseconds that it has run for. The control thread is the main one, whose id
+is the process's; those of ZeroMQ are named ZMQbg/…; Python gives its own no names that show there.
 """
 
 from __future__ import annotations

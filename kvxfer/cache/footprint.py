@@ -14,7 +14,7 @@ Specs = Sequence[KVCacheSpec]
 
 
 def has_encoder(specs: Specs) -> bool:
-    return any(spec.kind is GroupKind.CROSS for spec in specs)
+    return GroupKind.CROSS in [spec.kind for spec in specs]
 
 
 def decoder_start(specs: Specs, num_prompt: int) -> int:

@@ -186,7 +186,8 @@ def plan_transfer(
     destination block comes twice; RegionError when a byte lies outside the registered regions of
     its side.
     """
-    _check_specs(src.geometry, dst.geometry)
+    if src.geometry.spec != dst.geometry.spec:
+        _check_specs(src.geometry, dst.geometry)
     num_layers = src.geometry.spec.num_layers
     layers = range(num_layers) if layers is None else layers
     _check_range(layers, range(num_layers), "layers", "layers of the cache")
@@ -276,7 +277,9 @@ def _check_unique(dst_blocks: Int64Array) -> None:
 
 def _edges(end: End, regions: RegionSet, tokens: range, part: Piece, name: str) -> Int64Array:
     """Offsets at which runs are cut for one side, looked at alone: in its own blocks, whose
-    stretches are as long as its layout allows."""
+    stretches are as long as its layout allows. Raises RegionError."""
+    if regions.whole_blocks(end.geometry).has(end.blocks.tolist()):
+        return _NO_EDGES
     size = end.geometry.spec.block_size
     own = pieces(tokens, (size, size), part.layers, part.heads)
     return crossed_edges([stretches_of(end, piece) for piece in own], regions, name)
