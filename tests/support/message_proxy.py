@@ -1,7 +1,8 @@
 """A real proxy between ZMQ ends, which loses, repeats, delays and reorders whole messages.
 
 Frames are not looked into: messages are passed from a dialler to the one whose place this takes,
-and back, by a DEALER for each dialler that bears its identity, as if it had dialled itself.
+and back, by a DEALER for each dialler that bears its identity, as if it had dialled itself. Those
+of a batch (`kvxfer.control.batches`) go each by itself, so that what befalls one spares the others.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import time
 from dataclasses import dataclass, field
 
 import zmq
+
+from kvxfer.control.batches import messages_of
 
 POLL_MS = 5
 GONE_S = 2.0
@@ -94,11 +97,13 @@ class MessageProxy:
             if self._front in ready:
                 for identity, *frames in _drain(self._front):
                     self._heard_s[identity] = time.monotonic()
-                    self._pass(self._back(identity), frames)
+                    for data in messages_of(frames):
+                        self._pass(self._back(identity), [data])
             for identity, back in list(self._backs.items()):
                 if back in ready:
                     for frames in _drain(back):
-                        self._pass(self._front, [identity, *frames])
+                        for data in messages_of(frames):
+                            self._pass(self._front, [identity, data])
             self._deliver()
             self._forget()
 
