@@ -152,24 +152,15 @@ def plan_groups(
     if not len(src) == len(dst) == len(tokens) == len(layers):
         raise PlanError(f"groups differ: source {len(src)}, destination {len(dst)}")
     parts = [plan_transfer(*one) for one in zip(src, dst, tokens, layers, strict=True)]
-    src_edges, dst_edges = [_NO_EDGES], [_NO_EDGES]
-    for ours, theirs, part in zip(src, dst, parts, strict=True):
-        src_edges += [_seam(ours, [box.src_starts for box in part.boxes]), part.src_edges]
-        dst_edges += [_seam(theirs, [box.dst_starts for box in part.boxes]), part.dst_edges]
+    if len(parts) == 1:
+        return parts[0]
     return TransferPlan(
         tuple(box for part in parts for box in part.boxes),
-        np.concatenate(src_edges),
-        np.concatenate(dst_edges),
+        np.concatenate([_NO_EDGES, *(part.src_edges for part in parts)]),
+        np.concatenate([_NO_EDGES, *(part.dst_edges for part in parts)]),
         seen=(src[0].regions, dst[0].regions) if src else None,
         recipes=tuple(recipe for part in parts for recipe in part.recipes),
     )
-
-
-def _seam(side: CacheSide, starts: Sequence[Int64Array]) -> Int64Array:
-    """The group's first byte, if it moves, which it does with block 0 alone: a region starts
-    there, and the group in front may end there."""
-    first = np.array([side.geometry.offset], dtype=np.int64)
-    return first if any((some == first).any() for some in starts) else _NO_EDGES
 
 
 def plan_transfer(
@@ -277,9 +268,14 @@ def _check_unique(dst_blocks: Int64Array) -> None:
 
 def _edges(end: End, regions: RegionSet, tokens: range, part: Piece, name: str) -> Int64Array:
     """Offsets at which runs are cut for one side, looked at alone: in its own blocks, whose
-    stretches are as long as its layout allows. Raises RegionError."""
-    if regions.whole_blocks(end.geometry).has(end.blocks.tolist()):
+    stretches are as long as its layout allows. Raises RegionError.
+
+    Of block 0 also the group's first byte, where the group in front may end: a region starts there.
+    """
+    blocks = end.blocks.tolist()
+    if regions.whole_blocks(end.geometry).has(blocks):
         return _NO_EDGES
     size = end.geometry.spec.block_size
     own = pieces(tokens, (size, size), part.layers, part.heads)
-    return crossed_edges([stretches_of(end, piece) for piece in own], regions, name)
+    found = crossed_edges([stretches_of(end, piece) for piece in own], regions, name)
+    return np.insert(found, 0, end.geometry.offset) if 0 in blocks else found

@@ -32,7 +32,8 @@ class Retired:
         return sum(chunk.size for chunk in self._cache.buffer.pinned)
 
     def settle(self) -> None:
-        waiting = self.tombstone_bytes or self.pinned_bytes
+        buffer = self._cache.buffer
+        waiting = buffer.tombstones or buffer.pinned
         if waiting and not self._is_burying and not self._holders.names():
             self._is_burying = True
             self._transfer.bury(self._buried, self._failed)
