@@ -1,27 +1,26 @@
-"""Several messages to one peer in one of ZeroMQ's: its threads, and the peer, wake up once.
+"""Several messages to one peer in one frame: ZeroMQ's threads, and the peer, wake up once.
 
-    alone:    message
-    a batch:  message … message ''      at most MAX_BATCH of them, then an empty frame
+    one message:  as `control.wire` encodes it, a map
+    a batch:      an array of 2 to MAX_BATCH of them (`wire.join`)
 
-Facts (ZeroMQ 4.3.5): whether a message can be sent at all shows with its first frame, and the other
-end gets all of its frames or none. A thread of ZeroMQ's is woken by the last frame, for 15 µs; each
-further one costs 2.
+Facts (ZeroMQ 4.3.5, pyzmq 27): a call that sends or receives a frame lets go of the interpreter's
+lock, which threads of ours may wait for; waking one of ZeroMQ's costs 15 µs. A ROUTER says at the
+frame that names the peer whether it can be sent to, a DEALER by POLLOUT.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import zmq
 
-from kvxfer.errors import WireError
+from kvxfer.control.wire import MAX_BATCH, MAX_MESSAGE_BYTES, join
 
-MAX_BATCH = 64
-"""Messages; what waits for one peer is bounded by batches (`channel.MAX_QUEUED`)."""
+_HEADER_BYTES = 3
 # Plain numbers: combining two of the library's flags takes longer than sending a frame.
 NOW = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_WRITABLE = int(zmq.POLLOUT)
 
 
 @dataclass(slots=True)
@@ -29,7 +28,11 @@ class _Open:
     """A batch under way on one socket."""
 
     route: bytes
-    num_messages: int = 0
+    messages: list[bytes] = field(default_factory=list)
+    num_bytes: int = _HEADER_BYTES
+
+    def has_room(self, data: bytes) -> bool:
+        return len(self.messages) < MAX_BATCH and self.num_bytes + len(data) <= MAX_MESSAGE_BYTES
 
 
 class Batches:
@@ -40,29 +43,27 @@ class Batches:
 
     def add(self, socket: zmq.Socket[bytes], route: bytes, data: bytes) -> None:
         """Put it at the end of the batch for `route` (b'': the socket has one peer), which leaves
-        with `end`, or with a message for somebody else."""
+        with `end`, or with a message for somebody else. Whether it can leave shows now."""
         batch = self._open.get(socket)
-        if batch is not None and (batch.route != route or batch.num_messages == MAX_BATCH):
+        if batch is not None and (batch.route != route or not batch.has_room(data)):
             self.end(socket)
             batch = None
         if batch is None:
-            if route:
-                socket.send(route, _MORE)
+            _begin(socket, route)
             batch = self._open[socket] = _Open(route)
-        batch.num_messages += 1
-        socket.send(data, _MORE)
+        batch.messages.append(data)
+        batch.num_bytes += len(data)
 
     def send(self, socket: zmq.Socket[bytes], route: bytes, data: bytes) -> None:
         """Alone, behind what was added before."""
         self.end(socket)
-        if route:
-            socket.send(route, _MORE)
+        _begin(socket, route)
         socket.send(data, NOW)
 
     def end(self, socket: zmq.Socket[bytes]) -> None:
         """Let the batch of `socket` leave, if there is one."""
-        if self._open.pop(socket, None) is not None:
-            socket.send(b"", NOW)
+        if (batch := self._open.pop(socket, None)) is not None:
+            socket.send(join(batch.messages), NOW)
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
@@ -70,10 +71,8 @@ class Batches:
         return list(self._open)
 
 
-def messages_of(frames: Sequence[bytes]) -> Sequence[bytes]:
-    """What the frames of one of ZeroMQ's messages hold. Raises WireError."""
-    if len(frames) == 1:
-        return frames
-    if not 2 <= len(frames) <= MAX_BATCH + 1 or frames[-1]:
-        raise WireError(f"{len(frames)} frames, which are neither a message nor a batch")
-    return frames[:-1]
+def _begin(socket: zmq.Socket[bytes], route: bytes) -> None:
+    if route:
+        socket.send(route, _MORE)
+    elif not int(socket.getsockopt(zmq.EVENTS)) & _WRITABLE:
+        raise zmq.Again

@@ -17,9 +17,9 @@ import zmq
 
 from kvxfer.control.addresses import IPC, SocketFile, check_address, check_free, split_name
 from kvxfer.control.auth import DOMAIN, Door, Keys
-from kvxfer.control.batches import NOW, Batches, messages_of
+from kvxfer.control.batches import NOW, Batches
 from kvxfer.control.messages import Hello, Message, Reject
-from kvxfer.control.wire import MAX_MESSAGE_BYTES, decode, encode
+from kvxfer.control.wire import MAX_MESSAGE_BYTES, decode_frame, encode
 from kvxfer.errors import ControlError, UsageError, WireError
 
 logger = logging.getLogger(__name__)
@@ -219,8 +219,11 @@ class Channel:
             if not frames:
                 continue
             peer = key or f"in:{frames[0].hex()}"
+            body = frames if key else frames[1:]
             try:
-                found = [decode(data) for data in messages_of(frames if key else frames[1:])]
+                if len(body) != 1:
+                    raise WireError(f"{len(body)} frames where 1 belongs")
+                found = decode_frame(body[0])
             except WireError as error:
                 self.num_malformed += 1
                 if self.num_malformed & (self.num_malformed - 1) == 0:  # 1st, 2nd, 4th, 8th, ...

@@ -31,7 +31,7 @@
 |                   | WakeUp, Defragment   | each is answered by a CacheState |
 
 Promised for all versions: Hello is a map with `type` and `wire_version`, Reject keeps its fields,
-and both travel alone; others may be several to one peer at once (`control.batches`).
+and both travel alone; of others, several may travel in one frame (`control.batches`).
 """
 
 from __future__ import annotations

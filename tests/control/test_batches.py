@@ -5,10 +5,9 @@ import time
 import pytest
 import zmq
 
-from kvxfer.control.batches import MAX_BATCH
 from kvxfer.control.channel import MAX_DRAINED, Channel
 from kvxfer.control.messages import WIRE_VERSION, Cancel, Heartbeat, Hello, Reject, Token
-from kvxfer.control.wire import encode
+from kvxfer.control.wire import MAX_BATCH, decode_frame, encode, join
 from kvxfer.errors import ControlError
 
 ANY = "tcp://127.0.0.1:0"
@@ -92,14 +91,15 @@ def test_what_is_gathered_arrives_whole_and_in_order(make):
     assert [one.message.index for one in found] == list(range(early, count))
 
 
-def test_a_turns_messages_for_one_peer_are_one_message_of_zeromqs(make, raw):
+def test_a_turns_messages_for_one_peer_are_one_frame(make, raw):
     server = make("server", ANY)
     socket, peer = raw(server)
     with server.gathering():
         for index in range(3):
             server.send(peer, Token("r", index, 0))
         assert not socket.poll(50)
-    assert socket.recv_multipart() == [*(encode(Token("r", i, 0)) for i in range(3)), b""]
+    (frame,) = socket.recv_multipart()
+    assert decode_frame(frame) == [Token("r", i, 0) for i in range(3)]
     server.send(peer, Cancel("alone"))
     assert socket.recv_multipart() == [encode(Cancel("alone"))]
 
@@ -113,7 +113,7 @@ def test_what_all_versions_understand_is_in_no_batch(make, raw, message):
         server.send(peer, message)
         server.send(peer, Heartbeat())
     got = [socket.recv_multipart() for _ in range(3)]
-    assert got == [[encode(Heartbeat()), b""], [encode(message)], [encode(Heartbeat()), b""]]
+    assert got == [[encode(Heartbeat())], [encode(message)], [encode(Heartbeat())]]
 
 
 def test_sending_to_nobody_is_told_at_once_and_spoils_no_batch(make):
@@ -131,13 +131,20 @@ def test_sending_to_nobody_is_told_at_once_and_spoils_no_batch(make):
 
 
 ONE = encode(Cancel("r"))
+FULL = join([ONE] * MAX_BATCH)
 MALFORMED = [
     [ONE, ONE],
-    [ONE, b"", ONE],
-    [b"", b""],
-    [ONE, b"nonsense", b""],
-    [ONE, b"", b""],
-    [*[ONE] * (MAX_BATCH + 1), b""],
+    [join([ONE, ONE]), b""],
+    [b"\xdc\x00\x00"],
+    [b"\xdc\x00\x01" + ONE],
+    [b"\x92" + ONE + ONE],
+    [join([ONE, ONE])[:-1]],
+    [join([ONE, ONE]) + b"\x00"],
+    [join([ONE, b"\x05"])],
+    [join([ONE, join([ONE, ONE])])],
+    [join([ONE] * (MAX_BATCH + 1))],
+    [b"\xdc\xff\xff" + ONE],
+    [b"\xdd\xff\xff\xff\xff" + ONE],
 ]
 
 
@@ -146,17 +153,17 @@ def test_of_what_is_no_batch_nothing_is_taken(make, raw, frames):
     server = make("server", ANY)
     socket, _ = raw(server)
     socket.send_multipart(frames)
-    socket.send_multipart([*[ONE] * MAX_BATCH, b""])
+    socket.send(FULL)
     found = poll_until(server, MAX_BATCH)
     assert [one.message for one in found] == [Cancel("r")] * MAX_BATCH
     assert server.num_malformed == 1
 
 
-@pytest.mark.parametrize("frames", [[*[ONE] * MAX_BATCH, b""], [b"nonsense"]])
-def test_a_busy_peer_does_not_keep_the_loop(make, raw, frames):
+@pytest.mark.parametrize("frame", [FULL, b"nonsense"])
+def test_a_busy_peer_does_not_keep_the_loop(make, raw, frame):
     server = make("server", ANY)
     socket, _ = raw(server)
     for _ in range(3 * MAX_DRAINED):
-        socket.send_multipart(frames)
+        socket.send(frame)
     time.sleep(0.3)
     assert 0 < len(server.poll(0.05)) + server.num_malformed <= MAX_DRAINED

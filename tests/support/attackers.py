@@ -17,7 +17,7 @@ from kvxfer.control.messages import (
     WIRE_VERSION,
     Hello,
 )
-from kvxfer.control.wire import decode
+from kvxfer.control.wire import decode_frame
 from kvxfer.errors import WireError
 
 AS_ROUTER = ("Generate", "Generate", "Cancel", "StatusQuery")
@@ -132,7 +132,7 @@ class Posing:
 
     def _is_never(self, data: bytes) -> bool:
         try:
-            return isinstance(decode(data), self.never)
+            return any(isinstance(message, self.never) for message in decode_frame(data))
         except WireError:
             return False
 

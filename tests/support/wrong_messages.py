@@ -14,7 +14,7 @@ from msgspec import inspect
 
 from kvxfer.control.lane_messages import LaneTrial
 from kvxfer.control.messages import FirstToken, Message, PrefillRequest, Ready
-from kvxfer.control.wire import encode
+from kvxfer.control.wire import encode, join
 
 EDGE_INTS = (0, 1, -1, 2, 3, 4, 7, 63, 64, 65, 255, 4096, 2**31 - 1, 2**31, -(2**31), 2**32,
              2**47, 2**63 - 1, -(2**63), 2**63, 2**64 - 1)  # fmt: skip
@@ -99,7 +99,8 @@ class WrongMessages:
         if live.first:
             return msgspec.msgpack.encode(self._random.choice(self._real[live.first.pop()]))
         self._live = live if self._random.random() < 0.7 else Live(deck=live.deck)
-        return self._random.choice(self._makers)()
+        data = self._random.choice(self._makers)()
+        return join([data, self.changed_message()]) if self._random.random() < 0.05 else data
 
     def nearly_right(self, live: Live, types: Sequence[str]) -> bytes:
         """One of these messages about what goes on right now; half of them are not changed."""
