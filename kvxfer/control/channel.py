@@ -9,8 +9,6 @@ descriptor (see `kvxfer.worker.mailbox`). Unix sockets: see `kvxfer.control.addr
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import zmq
@@ -176,16 +174,16 @@ class Channel:
             return self._router, bytes.fromhex(peer.removeprefix("in:"))
         raise ControlError(f"no peer {peer!r}")
 
-    @contextmanager
-    def gathering(self) -> Iterator[None]:
-        """What is sent within leaves at the end, in batches; `send` raises what it raises else."""
+    def gather(self) -> None:
+        """What is sent from now on leaves with `let_go`, in batches; `send` raises what it raises
+        else."""
         self._gathers = True
-        try:
-            yield
-        finally:
-            self._gathers = False
-            for socket in self._batches.sockets:
-                self._end_batch(socket)
+
+    def let_go(self) -> None:
+        """Send what was gathered, and gather no more."""
+        self._gathers = False
+        for socket in self._batches.sockets:
+            self._end_batch(socket)
 
     def _end_batch(self, socket: zmq.Socket[bytes]) -> None:
         """A connection that broke since the batch began took all of it along, as it takes what it

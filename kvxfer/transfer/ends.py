@@ -48,6 +48,9 @@ class End:
     """That of blocks[0]."""
     first_head: int
     """The global number of the geometry's head 0."""
+    lowest: int
+    highest: int
+    """Of `blocks`."""
 
     @property
     def strides(self) -> Mapping[str, int]:
@@ -57,10 +60,14 @@ class End:
         """Where the first byte that moves lies, start by start."""
         size, strides = self.geometry.spec.block_size, self.strides
         first = piece.starts
-        tokens = np.arange(first.start, first.stop, first.step, dtype=np.int64)
         base = self.geometry.offset + piece.layers.start * strides["L"]
         base += (piece.heads.start - self.first_head) * strides["H"]
-        found: Int64Array = self.blocks[tokens // size - self.first_entry] * strides["B"]
+        entry, found = first.start // size - self.first_entry, self.blocks
+        if first.step == size:  # each is in a block of its own, at the same slot
+            found = found[entry : entry + len(first)] * strides["B"]
+            return found + (first.start % size * strides["N"] + base)
+        tokens = np.arange(first.start, first.stop, first.step, dtype=np.int64)
+        found = found[tokens // size - self.first_entry] * strides["B"]
         return found + tokens % size * strides["N"] + base
 
 

@@ -252,12 +252,13 @@ def _used_end(side: CacheSide, tokens: range, name: str) -> End:
     spec = side.geometry.spec
     first = tokens.start // spec.block_size
     entries = slice(first - side.first_entry, spec.num_blocks(tokens.stop) - side.first_entry)
-    blocks = np.asarray(side.blocks[entries], dtype=np.int64)
-    capacity = side.geometry.capacity_blocks
-    wrong = blocks[(blocks < 0) | (blocks >= capacity)]
-    if len(wrong):
-        raise PlanError(f"{name} block {wrong[0]} is not among the {capacity} of its cache")
-    return End(side.geometry, blocks, first, side.first_head)
+    blocks, capacity = side.blocks[entries], side.geometry.capacity_blocks
+    lowest, highest = min(blocks), max(blocks)
+    if lowest < 0 or highest >= capacity:
+        wrong = next(block for block in blocks if not 0 <= block < capacity)
+        raise PlanError(f"{name} block {wrong} is not among the {capacity} of its cache")
+    ids = np.array(blocks, dtype=np.int64)
+    return End(side.geometry, ids, first, side.first_head, lowest, highest)
 
 
 def _check_unique(dst_blocks: Int64Array) -> None:
@@ -272,10 +273,9 @@ def _edges(end: End, regions: RegionSet, tokens: range, part: Piece, name: str) 
 
     Of block 0 also the group's first byte, where the group in front may end: a region starts there.
     """
-    blocks = end.blocks.tolist()
-    if regions.whole_blocks(end.geometry).has(blocks):
+    if regions.whole_blocks(end.geometry).has(end.lowest, end.highest):
         return _NO_EDGES
     size = end.geometry.spec.block_size
     own = pieces(tokens, (size, size), part.layers, part.heads)
     found = crossed_edges([stretches_of(end, piece) for piece in own], regions, name)
-    return np.insert(found, 0, end.geometry.offset) if 0 in blocks else found
+    return np.insert(found, 0, end.geometry.offset) if end.lowest == 0 else found

@@ -9,7 +9,6 @@ two of them together, however they adjoin.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +31,10 @@ class WholeBlocks:
         self._firsts: list[int] = firsts.tolist()
         self._ends: list[int] = ends.tolist()
 
-    def has(self, blocks: Sequence[int]) -> bool:
-        """Whether all of `blocks`, at least one, are in one row."""
-        row = bisect_right(self._firsts, min(blocks)) - 1
-        return row >= 0 and max(blocks) < self._ends[row]
+    def has(self, lowest: int, highest: int) -> bool:
+        """Whether the blocks from `lowest` to `highest` are all in one row."""
+        row = bisect_right(self._firsts, lowest) - 1
+        return row >= 0 and highest < self._ends[row]
 
 
 def _rows(

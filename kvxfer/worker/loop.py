@@ -91,8 +91,11 @@ class ControlLoop:
         """Wait for at most `timeout_s` for something to do, and do all there is."""
         self._check()
         letters = self._channel.poll(timeout_s)
-        with self._channel.gathering():
+        self._channel.gather()
+        try:
             self._do(letters)
+        finally:
+            self._channel.let_go()
         self._turned()
 
     def _do(self, letters: Sequence[Letter]) -> None:

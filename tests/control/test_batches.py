@@ -1,6 +1,7 @@
 """Several messages in one of ZeroMQ's, between channels and as a stranger may make them."""
 
 import time
+from contextlib import contextmanager
 
 import pytest
 import zmq
@@ -32,6 +33,14 @@ def poll_until(channel, count):
         assert time.monotonic() < deadline, letters
         letters += channel.poll(0.05)
     return letters
+
+
+@contextmanager
+def gathering(channel):
+    """As a turn of a control loop."""
+    channel.gather()
+    yield
+    channel.let_go()
 
 
 def connect(server, client):
@@ -72,7 +81,7 @@ def test_what_is_gathered_arrives_whole_and_in_order(make):
     server, clients = make("server", ANY), [make("a"), make("b")]
     pairs = [connect(server, client) for client in clients]
     count = 2 * MAX_BATCH + 3
-    with server.gathering():
+    with gathering(server):
         for index in range(count):
             for which, (_, peer) in enumerate(pairs):
                 if index % 5 or which:  # rows for one, then turns
@@ -81,7 +90,7 @@ def test_what_is_gathered_arrives_whole_and_in_order(make):
         told = [index for index in range(count) if index % 5 or which]
         found = poll_until(client, len(told))
         assert [one.message for one in found] == [Token("r", index, which) for index in told]
-    with clients[0].gathering():
+    with gathering(clients[0]):
         for index in range(count):
             clients[0].send(pairs[0][0], Token("r", index, 0))
         time.sleep(0.02)
@@ -94,7 +103,7 @@ def test_what_is_gathered_arrives_whole_and_in_order(make):
 def test_a_turns_messages_for_one_peer_are_one_frame(make, raw):
     server = make("server", ANY)
     socket, peer = raw(server)
-    with server.gathering():
+    with gathering(server):
         for index in range(3):
             server.send(peer, Token("r", index, 0))
         assert not socket.poll(50)
@@ -108,7 +117,7 @@ def test_a_turns_messages_for_one_peer_are_one_frame(make, raw):
 def test_what_all_versions_understand_is_in_no_batch(make, raw, message):
     server = make("server", ANY)
     socket, peer = raw(server)
-    with server.gathering():
+    with gathering(server):
         server.send(peer, Heartbeat())
         server.send(peer, message)
         server.send(peer, Heartbeat())
@@ -120,7 +129,7 @@ def test_sending_to_nobody_is_told_at_once_and_spoils_no_batch(make):
     server, client = make("server", ANY), make("a")
     _, peer = connect(server, client)
     absent = client.dial("tcp://127.0.0.1:1")
-    with server.gathering(), client.gathering():
+    with gathering(server), gathering(client):
         server.send(peer, Token("r", 0, 0))
         with pytest.raises(ControlError, match="cannot send Heartbeat to in:"):
             server.send(f"in:{b'nobody'.hex()}", Heartbeat())

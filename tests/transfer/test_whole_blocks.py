@@ -59,16 +59,16 @@ def test_rows_are_of_the_blocks_inside_regions_and_of_no_other(layout, group, da
     regions = data.draw(region_sets(geometry.end + 64))
     rows = regions.whole_blocks(geometry)
     inside = [block for block in range(CAPACITY) if is_whole(geometry, regions, block)]
-    assert [block for block in range(CAPACITY) if rows.has([block])] == inside
-    some = data.draw(st.lists(st.integers(0, CAPACITY - 1), min_size=1, max_size=4))
-    row = range(min(some), max(some) + 1)
-    assert rows.has(some) == all(block in inside for block in row)
+    assert [block for block in range(CAPACITY) if rows.has(block, block)] == inside
+    lowest, highest = sorted(data.draw(st.tuples(*[st.integers(0, CAPACITY - 1)] * 2)))
+    row = range(lowest, highest + 1)
+    assert rows.has(lowest, highest) == all(block in inside for block in row)
 
 
 def test_one_region_has_all_blocks_but_those_at_its_ends():
     geometry = geometry_of(KVCacheLayout.BLHNC)
     regions = RegionSet((Region(0, geometry.end),))
-    assert [b for b in range(CAPACITY) if not regions.whole_blocks(geometry).has([b])] == [0, 11]
+    assert [b for b in range(CAPACITY) if not regions.whole_blocks(geometry).has(b, b)] == [0, 11]
     assert regions.whole_blocks(geometry) is regions.whole_blocks(geometry)
 
 
@@ -76,7 +76,7 @@ def test_more_stretches_than_any_cache_has_are_planned_for_the_long_way(monkeypa
     monkeypatch.setattr(whole_blocks, "MAX_STRETCHES", 1)
     geometry = geometry_of(KVCacheLayout.LBHNC)
     regions = RegionSet((Region(0, geometry.end),))
-    assert not regions.whole_blocks(geometry).has([5])
+    assert not regions.whole_blocks(geometry).has(5, 5)
     side = CacheSide(geometry, regions, [5])
     assert plan_transfer(side, side, range(2)).num_runs == 2
 
