@@ -124,9 +124,11 @@ class Admission:
         for request in list(self._queued[RequestState.CALLED].values()):
             if request.state is RequestState.CALLED and not self._bind(request):
                 break
-        waiting = self._queued[RequestState.WAITING]
-        for request in list(waiting.values()) if self._parts.peers.ready() else ():
-            peer = choose_prefill(request, self._parts.peers.ready(), self._load)
+        for request in list(self._queued[RequestState.WAITING].values()):
+            ready = self._parts.peers.ready()  # asking for another one may have lost a peer
+            if not ready:
+                break
+            peer = choose_prefill(request, ready, self._load)
             if request.state is RequestState.WAITING and peer is not None:
                 self._ask(request, peer)  # else its prefill is not there: it holds up nobody
 

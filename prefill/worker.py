@@ -42,6 +42,8 @@ class PrefillWorker:
         self._parts = parts
         self._jobs: dict[tuple[str, str], PrefillJob] = {}
         self._look_at_s = 0.0
+        self._no_layers = [0] * len(engine.specs)
+        self._all_layers = [spec.num_layers for spec in engine.specs]
         self._prefix_cache = make_prefix_cache(parts)
         self._scheduler = PrefillScheduler(
             engine.pools,
@@ -180,15 +182,14 @@ class PrefillWorker:
         self._parts.peers.send(job.peer.key, starting)
 
     def _compute(self) -> None:
-        wanted = self._scheduler.wanted_blocks()
-        if wanted:
-            self._parts.growth.request_for(wanted)
         found = self._scheduler.next_chunk()
         if found is None:
+            if wanted := self._scheduler.wanted_blocks():
+                self._parts.growth.request_for(wanted)
             return
         job, step = found
         job.chunk_running = True
-        job.layers_sent = self._no_layers
+        job.layers_sent = list(self._no_layers)
         self._parts.steps.submit(
             self._streamer.prefill(step, partial(self._layers_written, job, step)),
             partial(self._chunk_done, job, step),
@@ -196,14 +197,6 @@ class PrefillWorker:
         )
         if step.start == job.num_cached > 0:
             self._hand_over(job, range(job.num_cached), self._no_layers, self._all_layers)
-
-    @property
-    def _no_layers(self) -> list[int]:
-        return [0] * len(self._parts.engine.specs)
-
-    @property
-    def _all_layers(self) -> list[int]:
-        return [spec.num_layers for spec in self._parts.engine.specs]
 
     def _layers_written(self, job: PrefillJob, step: SequenceStep, written: Written) -> None:
         """Some layers of a chunk are there while later ones are computed."""

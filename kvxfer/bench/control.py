@@ -2,13 +2,14 @@
 
 A prefill and a decode worker, whole, each a process with its threads, joined by real sockets; the
 model computes nothing and the connector moves nothing. The load comes from within decode's process
-(`control_load`), since a third one would take of the same cores.
+(`control_load`), since a third one would take of the same cores; decode's CPU time counts it.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from cyclopts import Parameter
 
 from kvxfer.bench.record import Record, command_line
 from kvxfer.bench.report import Figure, describe_machine
+from kvxfer.bench.thread_times import KINDS
 from kvxfer.errors import UsageError
 from kvxfer.launch.local import LocalLauncher
 
@@ -56,8 +58,22 @@ def run_control(options: ControlOptions) -> int:
         Figure.of("control: accepted to Done, p50", found["p50_ms"], "ms", "lower", P50_BAR_MS),
         Figure.of("control: accepted to Done, p99", found["p99_ms"], "ms", "lower"),
         Figure.of("control: hand-overs of a pair", found["per_s"], "/s", "higher", PER_S_BAR),
+        *_cpu_figures(found),
     )
     return record.exit_code
+
+
+def _cpu_figures(found: dict[str, list[float]]) -> Iterator[Figure]:
+    """Where the time goes: CPU time of each hand-over, which a busy machine changes less than it
+    changes the others."""
+    for phase, when in (("alone", "one by one"), ("together", "many at once")):
+        for worker in ("prefill", "decode"):
+            kinds = [found[f"{phase} {worker} {kind}"] for kind in KINDS]
+            total = [sum(parts) for parts in zip(*kinds, strict=True)]
+            yield Figure.of(f"control: CPU of {worker}, {when}", total, "us", "lower")
+            for kind, parts in zip(KINDS, kinds, strict=True):
+                metric = f"control: CPU of {worker}, {when}: {kind}"
+                yield Figure.of(metric, parts, "us", "lower")
 
 
 def _measure(options: ControlOptions, undo: ExitStack) -> dict[str, list[float]]:
@@ -69,6 +85,7 @@ def _measure(options: ControlOptions, undo: ExitStack) -> dict[str, list[float]]
     load = [
         *("--prefill", prefill.address),
         *("--found", str(found)),
+        *("--prefill-pid", str(prefill.process.pid)),
         *("--rounds", str(options.rounds)),
         *("--alone", str(options.alone)),
         *("--together", str(options.together)),

@@ -6,14 +6,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import statistics
 import time
-from dataclasses import asdict, dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
+from kvxfer.bench.thread_times import thread_times
 from kvxfer.control.auth import Keys
 from kvxfer.control.channel import Channel, Letter
 from kvxfer.control.messages import Finished, Generate, Message, Sampling
@@ -31,6 +35,8 @@ class LoadOptions:
 
     found: Annotated[Path, Parameter(show=False)]
     """Where the figures go, as JSON, once they are complete."""
+    prefill_pid: Annotated[int, Parameter(show=False)]
+    """Process id of the prefill worker, whose CPU time is looked at."""
     rounds: int = 9
     """Each measures one after the other, then many at once."""
     alone: int = 300
@@ -41,13 +47,19 @@ class LoadOptions:
     """How many those are."""
 
 
-@dataclass
-class LoadFound:
-    """Figures, round by round."""
+class CPUTimes:
+    """What both processes have spent since it was made."""
 
-    p50_ms: list[float] = field(default_factory=list)
-    p99_ms: list[float] = field(default_factory=list)
-    per_s: list[float] = field(default_factory=list)
+    def __init__(self, prefill_pid: int) -> None:
+        self._pids = {"prefill": prefill_pid, "decode": os.getpid()}
+        self._before = {worker: thread_times(pid) for worker, pid in self._pids.items()}
+
+    def each_us(self, count: int) -> Iterator[tuple[str, str, float]]:
+        """(worker, kind of thread, microseconds for each of `count` hand-overs)."""
+        for worker, pid in self._pids.items():
+            before = self._before[worker]
+            for kind, now_ns in thread_times(pid).items():
+                yield worker, kind, (now_ns - before[kind]) / 1e3 / count
 
 
 class LoadChannel(Channel):
@@ -57,7 +69,8 @@ class LoadChannel(Channel):
     def __init__(self, identity: str, listen: str, keys: Keys | None, options: LoadOptions) -> None:
         super().__init__(identity, listen, keys)
         self._options = options
-        self._found = LoadFound()
+        self._found: dict[str, list[float]] = defaultdict(list)
+        """Figures, round by round."""
         self._due: list[str] = []
         self._names = map(str, itertools.count())
         self._accepted_s: dict[str, float] = {}
@@ -69,6 +82,7 @@ class LoadChannel(Channel):
 
     def _begin(self, count: int, outstanding: int) -> None:
         self._left, self._took_s = count, []
+        self._cpu = CPUTimes(self._options.prefill_pid)
         self._started_s = time.perf_counter()
         for _ in range(min(outstanding, count)):
             self._next()
@@ -100,14 +114,18 @@ class LoadChannel(Channel):
                 self._end_round()
 
     def _end_round(self) -> None:
-        found, options = self._found, self._options
+        took_s, options = time.perf_counter() - self._started_s, self._options
+        count, found = len(self._took_s), self._found
+        phase = "alone" if self._is_alone else "together"
+        for worker, kind, cpu_us in self._cpu.each_us(count):
+            found[f"{phase} {worker} {kind}"].append(cpu_us)
         if self._is_alone:
             cuts = statistics.quantiles(self._took_s, n=100)
-            found.p50_ms.append(cuts[49] * 1e3)
-            found.p99_ms.append(cuts[98] * 1e3)
+            found["p50_ms"].append(cuts[49] * 1e3)
+            found["p99_ms"].append(cuts[98] * 1e3)
         else:
-            found.per_s.append(len(self._took_s) / (time.perf_counter() - self._started_s))
-        if len(found.per_s) > options.rounds:
+            found["per_s"].append(count / took_s)
+        if len(found["per_s"]) > options.rounds:
             self._write()
             return
         self._is_alone = not self._is_alone
@@ -118,7 +136,7 @@ class LoadChannel(Channel):
 
     def _write(self) -> None:
         """All but the first round of each."""
-        figures = {name: values[1:] for name, values in asdict(self._found).items()}
+        figures = {name: values[1:] for name, values in self._found.items()}
         partial = self._options.found.with_suffix(".part")
         partial.write_text(json.dumps(figures))
         partial.rename(self._options.found)

@@ -14,7 +14,7 @@ Specs = Sequence[KVCacheSpec]
 
 
 def has_encoder(specs: Specs) -> bool:
-    return any(spec.kind is GroupKind.CROSS for spec in specs)
+    return GroupKind.CROSS in [spec.kind for spec in specs]
 
 
 def decoder_start(specs: Specs, num_prompt: int) -> int:
@@ -73,5 +73,7 @@ def travelling(
 
 def _first_kept(specs: Specs, num_prompt: int) -> list[int]:
     """The first token, group by group, of the entries that are kept."""
+    if not any(spec.window for spec in specs):
+        return [0] * len(specs)
     entries = prompt_entries(specs, num_prompt)
     return [kept.start * spec.block_size for spec, kept in zip(specs, entries, strict=True)]

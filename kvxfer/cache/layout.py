@@ -12,6 +12,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.errors import PlanError, UsageError
@@ -162,7 +163,7 @@ class GroupGeometry:
         return start % stride // self.segment_block_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CacheGeometry:
     """The groups of one cache, one behind the other in a single reservation.
 
@@ -198,7 +199,7 @@ class CacheGeometry:
             groups.append(GroupGeometry.build(spec, layout, capacity, granularity, offset))
         return cls(tuple(groups))
 
-    @property
+    @cached_property
     def specs(self) -> tuple[KVCacheSpec, ...]:
         return tuple(group.spec for group in self.groups)
 

@@ -15,8 +15,9 @@ import zmq
 
 from kvxfer.control.addresses import IPC, SocketFile, check_address, check_free, split_name
 from kvxfer.control.auth import DOMAIN, Door, Keys
-from kvxfer.control.messages import Message
-from kvxfer.control.wire import MAX_MESSAGE_BYTES, decode, encode
+from kvxfer.control.batches import NOW, Batches
+from kvxfer.control.messages import Hello, Message, Reject
+from kvxfer.control.wire import MAX_MESSAGE_BYTES, decode_frame, encode
 from kvxfer.errors import ControlError, UsageError, WireError
 
 logger = logging.getLogger(__name__)
@@ -25,8 +26,13 @@ RECONNECT_MS = 100
 RECONNECT_MAX_MS = 1600
 """Pauses between attempts to connect double up to the maximum; ZeroMQ adds some chance."""
 MAX_QUEUED = 1000
-"""Messages that wait for one peer, and from one: a peer that reads no more costs no more than this,
+"""Batches that wait for one peer, and from one: a peer that reads no more costs no more than this,
 and what the kernel holds. The next one is refused, and the peer is lost."""
+MAX_DRAINED = 256
+"""Of one socket, before others have their turn."""
+_READABLE = int(zmq.POLLIN)
+ALONE = (Hello, Reject)
+"""Never in a batch: those of another wire version have to understand them."""
 LINGER_MS = 200
 """How long a closing socket may still send its last words."""
 
@@ -73,6 +79,8 @@ class Channel:
         self._context = zmq.Context()
         self._identity = identity.encode()
         self._poller = zmq.Poller()
+        self._batches = Batches()
+        self._gathers = False
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._router: zmq.Socket[bytes] | None = None
         self._file: SocketFile | None = None
@@ -150,17 +158,40 @@ class Channel:
         if server is not None and self._keys is not None and not self._keys.allows(server):
             raise ControlError(f"the key of {peer} was revoked")
         data = encode(message)
+        socket, route = self._way_to(peer)
+        is_alone = not self._gathers or isinstance(message, ALONE)
         try:
-            if peer in self._dealers:
-                self._dealers[peer].send(data, zmq.NOBLOCK)
-            elif self._router is not None and peer.startswith("in:"):
-                identity = bytes.fromhex(peer.removeprefix("in:"))
-                self._router.send_multipart([identity, data], zmq.NOBLOCK)
-            else:
-                raise ControlError(f"no peer {peer!r}")
+            (self._batches.send if is_alone else self._batches.add)(socket, route, data)
         except zmq.ZMQError as error:
             name = type(message).__name__
             raise ControlError(f"cannot send {name} to {peer}: {error}") from error
+
+    def _way_to(self, peer: str) -> tuple[zmq.Socket[bytes], bytes]:
+        """The socket, and what it calls the peer, b'' where it has no other."""
+        if (dealer := self._dealers.get(peer)) is not None:
+            return dealer, b""
+        if self._router is not None and peer.startswith("in:"):
+            return self._router, bytes.fromhex(peer.removeprefix("in:"))
+        raise ControlError(f"no peer {peer!r}")
+
+    def gather(self) -> None:
+        """What is sent from now on leaves with `let_go`, in batches; `send` raises what it raises
+        else."""
+        self._gathers = True
+
+    def let_go(self) -> None:
+        """Send what was gathered, and gather no more."""
+        self._gathers = False
+        for socket in self._batches.sockets:
+            self._end_batch(socket)
+
+    def _end_batch(self, socket: zmq.Socket[bytes]) -> None:
+        """A connection that broke since the batch began took all of it along, as it takes what it
+        was about to carry: peers ask again for what they miss."""
+        try:
+            self._batches.end(socket)
+        except zmq.ZMQError as error:
+            logger.info("a batch was lost with its connection: %s", error)
 
     def poll(self, timeout_s: float) -> list[Letter]:
         """Wait for up to `timeout_s` and return what arrived; malformed input is dropped."""
@@ -178,11 +209,11 @@ class Channel:
         return letters
 
     def _drain(self, socket: zmq.Socket[bytes], key: str | None, letters: list[Letter]) -> None:
-        for _ in range(256):  # bounded, so that one busy peer cannot keep the loop here
-            try:
-                frames = self._receive(socket, key)
-            except zmq.Again:
+        limit = len(letters) + MAX_DRAINED
+        for _ in range(MAX_DRAINED):  # bounded, so that one busy peer cannot keep the loop here
+            if len(letters) >= limit or not int(socket.getsockopt(zmq.EVENTS)) & _READABLE:
                 return
+            frames = self._receive(socket, key)
             if not frames:
                 continue
             peer = key or f"in:{frames[0].hex()}"
@@ -190,17 +221,19 @@ class Channel:
             try:
                 if len(body) != 1:
                     raise WireError(f"{len(body)} frames where 1 belongs")
-                letters.append(Letter(peer, decode(body[0])))
+                found = decode_frame(body[0])
             except WireError as error:
                 self.num_malformed += 1
                 if self.num_malformed & (self.num_malformed - 1) == 0:  # 1st, 2nd, 4th, 8th, ...
                     logger.warning("dropped malformed message %d: %s", self.num_malformed, error)
+            else:
+                letters += [Letter(peer, message) for message in found]
 
     def _receive(self, socket: zmq.Socket[bytes], key: str | None) -> list[bytes]:
         """The frames of one message; [] for one whose sender's key was revoked."""
         if self._keys is None:
-            return socket.recv_multipart(zmq.NOBLOCK)
-        frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            return socket.recv_multipart(NOW)
+        frames = socket.recv_multipart(NOW, copy=False)
         # Who dialled us has its key in each frame that came by the wire, as the last one did.
         public = self._server_keys[key] if key else str(frames[-1].get("User-Id")).encode()
         if self._keys.allows(public):

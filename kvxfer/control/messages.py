@@ -30,7 +30,8 @@
 | router → worker   | Shrink, Sleep,       | what shall become of its cache; |
 |                   | WakeUp, Defragment   | each is answered by a CacheState |
 
-Promised for all versions: Hello is a map with `type` and `wire_version`, Reject keeps its fields.
+Promised for all versions: Hello is a map with `type` and `wire_version`, Reject keeps its fields,
+and both travel alone; of others, several may travel in one frame (`control.batches`).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from kvxfer.control.resync_messages import (
 )
 from kvxfer.transfer.regions import Region
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 
 
 class Hello(WireStruct, frozen=True):

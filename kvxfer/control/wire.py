@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import msgspec
 
@@ -11,6 +12,10 @@ from kvxfer.errors import KvxferError, WireError
 
 MAX_MESSAGE_BYTES = 16 << 20
 """A Hello with 100,000 regions is about 6 MB."""
+MAX_BATCH = 64
+"""Messages in a frame; what waits for one peer is bounded by frames (`channel.MAX_QUEUED`)."""
+_BATCH = b"\xdc"
+"""How a msgpack array of 16-bit length begins; no message does."""
 
 
 class _AnyHello(msgspec.Struct, tag="Hello"):
@@ -21,6 +26,9 @@ class _AnyHello(msgspec.Struct, tag="Hello"):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)
+_batch_decoder: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(
+    Annotated[list[Message], msgspec.Meta(min_length=2, max_length=MAX_BATCH)]
+)
 _any_hello = msgspec.msgpack.Decoder(_AnyHello)
 
 
@@ -34,13 +42,35 @@ def encode(message: Message) -> bytes:
     return data
 
 
+def join(messages: Sequence[bytes]) -> bytes:
+    """A frame of encoded messages: one as it is, up to MAX_BATCH as an array."""
+    if len(messages) == 1:
+        return messages[0]
+    return b"".join((_BATCH, len(messages).to_bytes(2, "big"), *messages))
+
+
+def decode_frame(data: bytes) -> list[Message]:
+    """One message or a batch of them; as `decode`."""
+    if data[:1] != _BATCH:
+        return [decode(data)]
+    _check_size(data)
+    try:
+        return _batch_decoder.decode(data)
+    except (msgspec.MsgspecError, KvxferError, RecursionError, OverflowError) as error:
+        raise WireError(f"not a batch of wire version {WIRE_VERSION}: {error}") from error
+
+
+def _check_size(data: bytes) -> None:
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(f"message of {len(data)} bytes is larger than {MAX_MESSAGE_BYTES}")
+
+
 def decode(data: bytes) -> Message:
     """Raises WireError on anything that is not exactly one well-formed message of this version.
 
     A Hello of another version decodes to a Hello without facts, so that it can be refused by name.
     """
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise WireError(f"message of {len(data)} bytes is larger than {MAX_MESSAGE_BYTES}")
+    _check_size(data)
     try:
         message: Message = _decoder.decode(data)
         return message

@@ -48,6 +48,9 @@ class End:
     """That of blocks[0]."""
     first_head: int
     """The global number of the geometry's head 0."""
+    lowest: int
+    highest: int
+    """Of `blocks`."""
 
     @property
     def strides(self) -> Mapping[str, int]:
@@ -57,10 +60,14 @@ class End:
         """Where the first byte that moves lies, start by start."""
         size, strides = self.geometry.spec.block_size, self.strides
         first = piece.starts
-        tokens = np.arange(first.start, first.stop, first.step, dtype=np.int64)
         base = self.geometry.offset + piece.layers.start * strides["L"]
         base += (piece.heads.start - self.first_head) * strides["H"]
-        found: Int64Array = self.blocks[tokens // size - self.first_entry] * strides["B"]
+        entry, found = first.start // size - self.first_entry, self.blocks
+        if first.step == size:  # each is in a block of its own, at the same slot
+            found = found[entry : entry + len(first)] * strides["B"]
+            return found + (first.start % size * strides["N"] + base)
+        tokens = np.arange(first.start, first.stop, first.step, dtype=np.int64)
+        found = found[tokens // size - self.first_entry] * strides["B"]
         return found + tokens % size * strides["N"] + base
 
 
@@ -101,16 +108,29 @@ def box_of(src: End, dst: End, piece: Piece) -> Box:
     if (dst_starts[1:] < dst_starts[:-1]).any():
         order = np.argsort(dst_starts)
         src_starts, dst_starts = src_starts[order], dst_starts[order]
-    spec, extents = src.geometry.spec, _extents(src.geometry.spec, piece)
-    inside, size = _common_run(src.strides, dst.strides, extents, spec.itemsize)
-    outside = [axis for axis, extent in extents.items() if extent > 1 and axis not in inside]
-    outside.sort(key=dst.strides.__getitem__, reverse=True)
-    return Box(
-        src_starts,
-        dst_starts,
-        tuple(extents[axis] for axis in outside),
-        tuple(src.strides[axis] for axis in outside),
-        tuple(dst.strides[axis] for axis in outside),
+    spec = src.geometry.spec
+    extents = tuple(_extents(spec, piece).items())
+    nest = _nest(src.geometry.strides, dst.geometry.strides, extents, spec.itemsize)
+    return Box(src_starts, dst_starts, *nest)
+
+
+@lru_cache(maxsize=256)
+def _nest(
+    src_strides: tuple[int, ...],
+    dst_strides: tuple[int, ...],
+    extents: tuple[tuple[str, int], ...],
+    itemsize: int,
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+    """The extents, source strides, destination strides and run bytes of a box. Of two geometries
+    and the shape of a piece, whatever its blocks: there are few."""
+    src, dst, size_of = _by_axis(src_strides), _by_axis(dst_strides), dict(extents)
+    inside, size = _common_run(src, dst, size_of, itemsize)
+    outside = [axis for axis, extent in extents if extent > 1 and axis not in inside]
+    outside.sort(key=dst.__getitem__, reverse=True)
+    return (
+        tuple(size_of[axis] for axis in outside),
+        tuple(src[axis] for axis in outside),
+        tuple(dst[axis] for axis in outside),
         size,
     )
 

@@ -152,24 +152,15 @@ def plan_groups(
     if not len(src) == len(dst) == len(tokens) == len(layers):
         raise PlanError(f"groups differ: source {len(src)}, destination {len(dst)}")
     parts = [plan_transfer(*one) for one in zip(src, dst, tokens, layers, strict=True)]
-    src_edges, dst_edges = [_NO_EDGES], [_NO_EDGES]
-    for ours, theirs, part in zip(src, dst, parts, strict=True):
-        src_edges += [_seam(ours, [box.src_starts for box in part.boxes]), part.src_edges]
-        dst_edges += [_seam(theirs, [box.dst_starts for box in part.boxes]), part.dst_edges]
+    if len(parts) == 1:
+        return parts[0]
     return TransferPlan(
         tuple(box for part in parts for box in part.boxes),
-        np.concatenate(src_edges),
-        np.concatenate(dst_edges),
+        np.concatenate([_NO_EDGES, *(part.src_edges for part in parts)]),
+        np.concatenate([_NO_EDGES, *(part.dst_edges for part in parts)]),
         seen=(src[0].regions, dst[0].regions) if src else None,
         recipes=tuple(recipe for part in parts for recipe in part.recipes),
     )
-
-
-def _seam(side: CacheSide, starts: Sequence[Int64Array]) -> Int64Array:
-    """The group's first byte, if it moves, which it does with block 0 alone: a region starts
-    there, and the group in front may end there."""
-    first = np.array([side.geometry.offset], dtype=np.int64)
-    return first if any((some == first).any() for some in starts) else _NO_EDGES
 
 
 def plan_transfer(
@@ -186,7 +177,8 @@ def plan_transfer(
     destination block comes twice; RegionError when a byte lies outside the registered regions of
     its side.
     """
-    _check_specs(src.geometry, dst.geometry)
+    if src.geometry.spec != dst.geometry.spec:
+        _check_specs(src.geometry, dst.geometry)
     num_layers = src.geometry.spec.num_layers
     layers = range(num_layers) if layers is None else layers
     _check_range(layers, range(num_layers), "layers", "layers of the cache")
@@ -260,12 +252,13 @@ def _used_end(side: CacheSide, tokens: range, name: str) -> End:
     spec = side.geometry.spec
     first = tokens.start // spec.block_size
     entries = slice(first - side.first_entry, spec.num_blocks(tokens.stop) - side.first_entry)
-    blocks = np.asarray(side.blocks[entries], dtype=np.int64)
-    capacity = side.geometry.capacity_blocks
-    wrong = blocks[(blocks < 0) | (blocks >= capacity)]
-    if len(wrong):
-        raise PlanError(f"{name} block {wrong[0]} is not among the {capacity} of its cache")
-    return End(side.geometry, blocks, first, side.first_head)
+    blocks, capacity = side.blocks[entries], side.geometry.capacity_blocks
+    lowest, highest = min(blocks), max(blocks)
+    if lowest < 0 or highest >= capacity:
+        wrong = next(block for block in blocks if not 0 <= block < capacity)
+        raise PlanError(f"{name} block {wrong} is not among the {capacity} of its cache")
+    ids = np.array(blocks, dtype=np.int64)
+    return End(side.geometry, ids, first, side.first_head, lowest, highest)
 
 
 def _check_unique(dst_blocks: Int64Array) -> None:
@@ -276,7 +269,13 @@ def _check_unique(dst_blocks: Int64Array) -> None:
 
 def _edges(end: End, regions: RegionSet, tokens: range, part: Piece, name: str) -> Int64Array:
     """Offsets at which runs are cut for one side, looked at alone: in its own blocks, whose
-    stretches are as long as its layout allows."""
+    stretches are as long as its layout allows. Raises RegionError.
+
+    Of block 0 also the group's first byte, where the group in front may end: a region starts there.
+    """
+    if regions.whole_blocks(end.geometry).has(end.lowest, end.highest):
+        return _NO_EDGES
     size = end.geometry.spec.block_size
     own = pieces(tokens, (size, size), part.layers, part.heads)
-    return crossed_edges([stretches_of(end, piece) for piece in own], regions, name)
+    found = crossed_edges([stretches_of(end, piece) for piece in own], regions, name)
+    return np.insert(found, 0, end.geometry.offset) if end.lowest == 0 else found

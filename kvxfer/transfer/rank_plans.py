@@ -13,7 +13,8 @@ not from the heads: `RankPlans.moves` returns moves that cover the piece, or rai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 
 from kvxfer.cache.layout import CacheGeometry
 from kvxfer.cache.spec import GroupKind, KVCacheSpec
@@ -86,7 +87,7 @@ class RankPlans:
         not fit; RegionError where a byte lies in no region."""
         self._specs = target.geometry.specs
         self._tokens = tokens
-        totals = [total_heads(spec, source.size) for spec in source.geometry.specs]
+        totals = tuple(total_heads(spec, source.size) for spec in source.geometry.specs)
         self._by_rank = [
             [
                 RankMove(
@@ -98,9 +99,7 @@ class RankPlans:
                         tokens,
                     ),
                 )
-                for src_rank, heads in sorted(
-                    _expected(dst_rank, target.size, source.size, totals).items()
-                )
+                for src_rank, heads in _expected(dst_rank, target.size, source.size, totals)
             ]
             for dst_rank in range(target.size)
         ]
@@ -110,23 +109,27 @@ class RankPlans:
         PlanError for layers that there are not, and where the moves would not bring every byte."""
         found = []
         for dst_rank, whole in enumerate(self._by_rank):
-            mine = [replace(move, plan=move.plan.of_layers(layers)) for move in whole]
+            mine = [
+                RankMove(move.src_rank, move.dst_rank, move.plan.of_layers(layers))
+                for move in whole
+            ]
             _check_covered(mine, self._specs, self._tokens, layers, dst_rank)
             found += mine
         return [move for move in found if move.plan.boxes] or found[:1]
 
 
+@lru_cache(maxsize=1024)
 def _expected(
-    dst_rank: int, dst_size: int, src_size: int, totals: Sequence[int]
-) -> dict[int, list[range]]:
-    """By source rank the heads, group by group, that a destination rank gets from it; empty ranges
-    where it gets none of a group."""
+    dst_rank: int, dst_size: int, src_size: int, totals: tuple[int, ...]
+) -> tuple[tuple[int, tuple[range, ...]], ...]:
+    """By source rank, ascending, the heads, group by group, that a destination rank gets from it;
+    empty ranges where it gets none of a group."""
     found: dict[int, list[range]] = {}
     for group, total in enumerate(totals):
         for src_rank, heads in sources_of(dst_rank, dst_size, src_size, total):
             nothing = [range(0)] * len(totals)
             found.setdefault(src_rank, nothing)[group] = heads
-    return found
+    return tuple((src_rank, tuple(heads)) for src_rank, heads in sorted(found.items()))
 
 
 def _check_covered(

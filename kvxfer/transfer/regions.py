@@ -13,7 +13,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer.cache.layout import GroupGeometry
 from kvxfer.errors import RegionError
+from kvxfer.transfer.whole_blocks import WholeBlocks
 
 Int64Array = NDArray[np.int64]
 
@@ -75,6 +77,17 @@ class RegionSet:
     def bounds(self) -> tuple[list[int], list[int]]:
         """Starts and ends, for looking up one at a time."""
         return self.starts.tolist(), self.ends.tolist()
+
+    def whole_blocks(self, geometry: GroupGeometry) -> WholeBlocks:
+        """Of a group of the cache whose regions these are."""
+        found = self._whole_blocks.get(geometry)
+        if found is None:
+            found = self._whole_blocks[geometry] = WholeBlocks(geometry, self.starts, self.ends)
+        return found
+
+    @cached_property
+    def _whole_blocks(self) -> dict[GroupGeometry, WholeBlocks]:
+        return {}
 
     def includes(self, other: RegionSet) -> bool:
         """Whether each region of `other` is one of these."""

@@ -12,12 +12,15 @@ Facts that this file relies on:
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from kvxfer.errors import PlanError
 
 RankHeads = tuple[int, range]
 """A rank, and heads in the model's numbers."""
 
 
+@lru_cache(maxsize=1024)
 def head_range(rank: int, size: int, num_kv_heads: int) -> range:
     """The heads that `rank` of `size` holds, in the model's numbers.
 

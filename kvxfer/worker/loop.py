@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvxfer.control.channel import Channel, Letter
@@ -90,7 +90,16 @@ class ControlLoop:
     def turn(self, timeout_s: float) -> None:
         """Wait for at most `timeout_s` for something to do, and do all there is."""
         self._check()
-        for letter in self._channel.poll(timeout_s):
+        letters = self._channel.poll(timeout_s)
+        self._channel.gather()
+        try:
+            self._do(letters)
+        finally:
+            self._channel.let_go()
+        self._turned()
+
+    def _do(self, letters: Sequence[Letter]) -> None:
+        for letter in letters:
             self._receive(letter)
         for report in self._reports.drain():
             report()
@@ -101,7 +110,6 @@ class ControlLoop:
             self._peers.tick()
             self._watermarks.tick()
         self._role.tick()
-        self._turned()
 
     def _receive(self, letter: Letter) -> None:
         """What a peer sends may cost the peer its session, never the worker its life."""

@@ -18,6 +18,8 @@ class Mailbox(Generic[T]):
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         self._is_closed = False
+        self._is_told = False
+        """Whether the descriptor is readable: for all that waits, once."""
 
     def fileno(self) -> int:
         return self._fd
@@ -28,15 +30,18 @@ class Mailbox(Generic[T]):
         with self._lock:
             if not self._is_closed:
                 self._queue.put(item)
-                os.eventfd_write(self._fd, 1)
+                if not self._is_told:
+                    self._is_told = True
+                    os.eventfd_write(self._fd, 1)
 
     def drain(self) -> list[T]:
         """Everything that waits, in order."""
         items: list[T] = []
-        try:
-            os.eventfd_read(self._fd)
-        except BlockingIOError:
+        if not self._is_told:  # what is put just now makes the next poll return
             return items
+        with self._lock:
+            os.eventfd_read(self._fd)
+            self._is_told = False
         while not self._queue.empty():
             items.append(self._queue.get_nowait())
         return items

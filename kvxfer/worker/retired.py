@@ -42,7 +42,8 @@ class Retired:
         self._epochs.add(epoch)
 
     def settle(self) -> None:
-        waiting = self.tombstone_bytes or self.pinned_bytes
+        buffer = self._cache.buffer
+        waiting = buffer.tombstones or buffer.pinned
         if waiting and not self._is_burying and not self._peers.holders.names():
             self._is_burying = True
             self._transfer.bury(self._buried, self._failed)

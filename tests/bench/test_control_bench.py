@@ -1,6 +1,9 @@
 """What the control plane costs, and a long life of it: the commands, run for a short while."""
 
 import json
+import os
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +14,7 @@ from kvxfer.bench.null_tokens import answer
 from kvxfer.bench.soak import Soak, SoakOptions, run_soak
 from kvxfer.bench.soak_cluster import Held
 from kvxfer.bench.soak_figures import figures_of
+from kvxfer.bench.thread_times import KINDS, thread_times
 from kvxfer.errors import DeadlineExceeded, UsageError
 
 
@@ -25,7 +29,41 @@ def test_a_short_measurement_of_the_control_path(tmp_path, leaves_nothing_behind
     recorded = figures(found)
     assert recorded["control: accepted to Done, p50"]["bar"] == 1.0
     assert recorded["control: hand-overs of a pair"]["bar"] == 2000.0
-    assert all(record["value"] > 0 for record in recorded.values())
+    cpu = {name: one["value"] for name, one in recorded.items() if "CPU" in name}
+    assert all(record["value"] > 0 for name, record in recorded.items() if name not in cpu)
+    for worker in ("prefill", "decode"):
+        for when in ("one by one", "many at once"):
+            name = f"control: CPU of {worker}, {when}"
+            parts = [cpu[f"{name}: {kind}"] for kind in KINDS]
+            assert 0 < cpu[name] == pytest.approx(sum(parts))
+
+
+def busy_ns():
+    """CPU time that this took the thread that runs it."""
+    began = time.thread_time_ns()
+    sum(range(3_000_000))
+    return time.thread_time_ns() - began
+
+
+def test_a_threads_time_is_counted_where_it_belongs():
+    """The main thread is the control thread; any other of Python's is at work."""
+    before = thread_times(os.getpid())
+    took, is_over, is_seen = {}, threading.Event(), threading.Event()
+
+    def work():
+        took["work"] = busy_ns()
+        is_over.set()
+        is_seen.wait(10)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert is_over.wait(10)
+    took["control"] = busy_ns()
+    after = thread_times(os.getpid())
+    is_seen.set()
+    thread.join()
+    for kind, ns in took.items():
+        assert after[kind] - before[kind] >= 0.5 * ns
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from support.wrong_messages import TYPES, Live, WrongMessages
 
 from kvxfer.control.auth import Keys
 from kvxfer.control.messages import WIRE_VERSION, Hello
-from kvxfer.control.wire import decode
+from kvxfer.control.wire import decode_frame
 from kvxfer.errors import WireError
 
 AS_ROUTER = ("Generate", "Generate", "Cancel", "StatusQuery")
@@ -130,7 +130,7 @@ class Posing:
 
     def _is_never(self, data: bytes) -> bool:
         try:
-            return isinstance(decode(data), self.never)
+            return any(isinstance(message, self.never) for message in decode_frame(data))
         except WireError:
             return False
 

@@ -1,7 +1,8 @@
 """A real proxy between ZMQ ends, which loses, repeats, delays and reorders whole messages.
 
-Frames are not looked into: messages are passed from a dialler to the one whose place this takes,
-and back, by a DEALER for each dialler that bears its identity, as if it had dialled itself.
+Messages are passed from a dialler to the one whose place this takes, and back, by a DEALER for each
+dialler that bears its identity, as if it had dialled itself. Those of a batch go each by itself, so
+that what befalls one spares the others.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import time
 from dataclasses import dataclass, field
 
 import zmq
+
+from kvxfer.control.wire import decode_frame, encode
 
 POLL_MS = 5
 GONE_S = 2.0
@@ -92,13 +95,15 @@ class MessageProxy:
                 poller.register(back, zmq.POLLIN)
             ready = dict(poller.poll(POLL_MS if not self._waiting else 1))
             if self._front in ready:
-                for identity, *frames in _drain(self._front):
+                for identity, frame in _drain(self._front):
                     self._heard_s[identity] = time.monotonic()
-                    self._pass(self._back(identity), frames)
+                    for message in decode_frame(frame):
+                        self._pass(self._back(identity), [encode(message)])
             for identity, back in list(self._backs.items()):
                 if back in ready:
-                    for frames in _drain(back):
-                        self._pass(self._front, [identity, *frames])
+                    for (frame,) in _drain(back):
+                        for message in decode_frame(frame):
+                            self._pass(self._front, [identity, encode(message)])
             self._deliver()
             self._forget()
 

@@ -14,7 +14,7 @@ from support.wrong_values import EDGE_TEXTS, WrongValues, leaves_of
 
 from kvxfer.control.lane_messages import LaneTrial
 from kvxfer.control.messages import FirstToken, Hello, Message, PrefillRequest, Ready, Welcome
-from kvxfer.control.wire import decode, encode
+from kvxfer.control.wire import decode, encode, join
 from kvxfer.errors import WireError
 
 OURS = ("prefill-0", "decode-0")
@@ -90,7 +90,9 @@ class WrongMessages(WrongValues):
 
     def next(self, live: Live) -> bytes:
         """`live`: what the sender was last told, which its message will often speak of."""
-        return self._unless_posing(self._next(live))
+        is_plain = bool(live.first) or self.random.random() >= 0.05
+        data = self._unless_posing(self._next(live))
+        return data if is_plain else join([data, self._unless_posing(self.changed_message())])
 
     def _unless_posing(self, data: bytes) -> bytes:
         """Who has a key can pose as any worker (README, 'Security'). Done while that one is away it
