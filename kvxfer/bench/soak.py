@@ -146,7 +146,7 @@ def _run(cluster: SoakCluster, options: SoakOptions, found: Soak) -> None:
 
 
 def _sleep(cluster: SoakCluster, found: Soak, is_warm: bool) -> None:
-    held = cluster.sleep_and_look()
+    held = cluster.sleep_and_look(found.held[0] if found.held else None)
     found.sleeps += 1
     if is_warm:
         found.held.append(held)

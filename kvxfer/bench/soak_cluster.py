@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ START_TIMEOUT_S = 120.0
 CHANGE_TIMEOUT_S = 20.0
 KV_BYTES = 24 << 20
 POLL_S = 0.005
+SETTLE_S = 1.0
+"""For what a sleep leaves to the threads: the end of the agents that were in use before it."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,10 @@ class Held:
 
     by_process: dict[str, dict[str, int]]
     """By 'prefill', 'decode' and 'router': rss_bytes, files, sockets, threads."""
+
+    def has_more_files(self, other: Held) -> bool:
+        mine, theirs = self.by_process, other.by_process
+        return any(mine[name]["files"] > theirs[name]["files"] for name in mine)
 
 
 class SoakCluster:
@@ -88,15 +95,22 @@ class SoakCluster:
         state = self._manage(backend, Shrink([chance.randint(8, 64)], 0.2))
         return state.committed_bytes < int(before)
 
-    def sleep_and_look(self) -> Held:
-        """Both asleep, looked at, awake again."""
+    def sleep_and_look(self, first: Held | None) -> Held:
+        """Both asleep, looked at until no more is open than at the `first` look or SETTLE_S have
+        passed, awake again."""
         for backend in self._backends:
             state = self._manage(backend, Sleep(CHANGE_TIMEOUT_S))
             if state.problem:
                 raise CacheError(f"sleep: {state.problem}")
         pids = {worker.name: worker.process.pid for worker in self._workers}
         pids["router"] = os.getpid()
-        held = Held({name: _held(Path(f"/proc/{pid}")) for name, pid in pids.items()})
+        until_s = time.monotonic() + SETTLE_S
+        while True:
+            held = Held({name: _held(Path(f"/proc/{pid}")) for name, pid in pids.items()})
+            settled = first is not None and not held.has_more_files(first)
+            if settled or time.monotonic() > until_s:
+                break
+            time.sleep(POLL_S)
         for backend in self._backends:
             state = self._manage(backend, WakeUp())
             if state.problem:
