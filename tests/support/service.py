@@ -93,7 +93,7 @@ class Asked:
         if self.is_served:
             assert self.output == self.reference.tokens, self
             assert self.digests == self.reference.digests, self
-        elif self.reason in ("error", "lost"):
+        elif self.reason in ("error", "lost", "overloaded"):
             assert self.error, f"no reason is given: {self}"
         else:
             assert self.reason == "cancelled", self
@@ -170,6 +170,9 @@ class Process:
         with contextlib.suppress(psutil.NoSuchProcess):
             return bool(psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE)
         return False
+
+    def is_stopped(self) -> bool:
+        return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
 
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
@@ -290,13 +293,26 @@ class Service:
         try:
             for process in self.processes.values():
                 process.start()
-            for router in self._routers:
-                self.recover(router=router)
+            self._meet()
             self.check_idle()
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def _meet(self) -> None:
+        """Every pair of workers has served, so that all that lives long is there."""
+        for router in self._routers:
+            self.recover(router=router)
+        prefill = [one for one in self.workers if role_of(one) == "prefill"]
+        if len(prefill) > 1:
+            for worker in prefill:
+                wanted = len(self.workers) - len(prefill)
+                until(lambda w=worker, n=wanted: self.status(w)["peers"] == n, 5.0, "all have met")
+            for router in self._routers:
+                for _ in range(2 * len(prefill)):
+                    self.ask(router=router)
+            self.collect()
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes.values():
@@ -305,6 +321,10 @@ class Service:
 
     def __getitem__(self, role: str) -> Process:
         return self.processes[role]
+
+    @property
+    def routers(self) -> list[str]:
+        return list(self._routers)
 
     def order_path(self, role: str) -> Path:
         return self.directory / f"{role}.order"
