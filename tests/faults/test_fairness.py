@@ -25,7 +25,7 @@ SOON_S = 0.75 * PEER_TIMEOUT_S
 """For a prompt that waits for nobody: it takes 0.05 to 0.2 s, on a busy machine. Who waits for a
 worker that is stopped does so until that is noticed."""
 BUSY = 5
-"""Times what it takes with nobody stopped or slow, where the machine is so busy that this is more."""
+"""Times what it takes while all is well: the bound of a machine too busy for the other one."""
 NOTICED_S = PEER_TIMEOUT_S + 1.0
 QUEUE = 8
 FLOOD = 3 * QUEUE
