@@ -49,6 +49,10 @@ class Process:
         self._seed = seed
         self._buffer = VirtualBuffer(driver_of(device), size_bytes)
         base = self._buffer.base_address
+        if device != "cpu":
+            import torch
+
+            torch.zeros(1, device=device)  # a context is current in this thread before a transport
         window = MemoryWindow(base, size_bytes, device, self._buffer)
         self._connector: Any = load_connector(connector)(agent_name, window)
 
