@@ -200,7 +200,7 @@ def test_kv_that_is_not_finite_fails_its_own_request_and_the_batch_goes_on(clust
     cluster.finish(*sent)
     assert sent[1].finished.reason == "error"
     assert "adds up to nan" in sent[1].finished.error
-    assert 2 < len(sent[1].completion.output) < 40
+    assert 0 < len(sent[1].completion.output) < 40
     for one in (sent[0], sent[2]):
         one.check_equal()
     cluster.until_idle()
