@@ -7,7 +7,7 @@ from functools import partial
 
 from decode.schedule import DecodeBatch, DecodeRequest
 from kvxfer.control.messages import Token
-from kvxfer.errors import KvxferError
+from kvxfer.errors import KvxferError, NotFinite
 from kvxfer.worker.assembly import WorkerParts
 
 
@@ -48,15 +48,24 @@ class Decoding:
     def _stepped(self, batch: list[DecodeRequest], tokens: list[int]) -> None:
         self._batch.is_computing = False
         for request, token in zip(batch, tokens, strict=True):
-            self.tell(request, token)
-            if request.finish_reason():
-                self._batch.leave(request)
-                self._end(request, request.finish_reason(), "")
+            self._take(request, token)
         self._step()
 
-    def _step_failed(self, batch: list[DecodeRequest], error: KvxferError) -> None:
-        self._batch.is_computing = False
-        for request in batch:
+    def _take(self, request: DecodeRequest, token: int) -> None:
+        self.tell(request, token)
+        if request.finish_reason():
             self._batch.leave(request)
-            self._end(request, "error", str(error))
+            self._end(request, request.finish_reason(), "")
+
+    def _step_failed(self, batch: list[DecodeRequest], error: KvxferError) -> None:
+        """Ends those that it failed for: all, unless it says which."""
+        self._batch.is_computing = False
+        tokens = error.tokens if isinstance(error, NotFinite) else [None] * len(batch)
+        problems = error.problems if isinstance(error, NotFinite) else {}
+        for index, (request, token) in enumerate(zip(batch, tokens, strict=True)):
+            if token is not None:
+                self._take(request, token)
+            else:
+                self._batch.leave(request)
+                self._end(request, "error", problems.get(index, str(error)))
         self._step()

@@ -22,6 +22,7 @@ KvxferError                    exit code 1
 │   └── DeadlineExceeded       a state outlived its deadline
 ├── ModelError                 the model cannot be run
 │   ├── ModelOutOfMemory       a step's own allocations did not fit
+│   ├── NotFinite              some of a step's sequences have no next token, the others do
 │   └── UnsupportedModel       ... by design
 ├── RankFailed                 one rank of a tensor-parallel worker could not do its part
 └── WorkerDied                 a worker process ended when it should not have
@@ -31,6 +32,8 @@ that owns the foreign library, and nowhere else.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 
 class KvxferError(Exception):
@@ -166,6 +169,16 @@ class ModelError(KvxferError):
 
 class ModelOutOfMemory(ModelError):
     pass
+
+
+class NotFinite(ModelError):
+    """`problems` is why, for those of a step's sequences whose logits are not finite, by their
+    place in it; `tokens` is what follows each of the others, whose KV is good (None for these)."""
+
+    def __init__(self, problems: Mapping[int, str], tokens: Sequence[int | None]) -> None:
+        super().__init__("; ".join(problems.values()))
+        self.problems = dict(problems)
+        self.tokens = list(tokens)
 
 
 class UnsupportedModel(ModelError):

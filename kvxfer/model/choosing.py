@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvxfer.errors import ModelError
+from kvxfer.errors import NotFinite
 from kvxfer.model.encoder_decoder import FIRST_TOKEN
 from kvxfer.model.loader import ModelInfo
 from kvxfer.model.packing import SequenceStep
@@ -28,18 +28,23 @@ def choose(
     best: torch.Tensor | None = None,
 ) -> list[int]:
     """By each step's SampleSpec, greedy where it has none, from `logits` [len(steps), V], of which
-    `best` is what is `likeliest`. Raises ModelError where the largest is not finite."""
+    `best` is what is `likeliest`. Raises NotFinite where the largest is not finite."""
     # Not tolist() alone: on a GPU's tensor it waits for the device without releasing the
     # interpreter, and no other thread gets on (measured: one transfer a step).
     values, ids = (likeliest(logits) if best is None else best).cpu().tolist()
-    tokens = [int(token) for token in ids]
-    for row, step in enumerate(steps):
-        spec, position = step.sample or SampleSpec(), _position_after(info, step)
-        if not math.isfinite(values[row]):
-            raise ModelError(f"the logits for position {position} are not finite")
+    problems = {
+        row: f"the logits for position {_position_after(info, steps[row])} are not finite"
+        for row in range(len(steps))
+        if not math.isfinite(values[row])
+    }
+    tokens = {row: int(ids[row]) for row in range(len(steps)) if row not in problems}
+    for row in tokens:
+        spec = steps[row].sample or SampleSpec()
         if spec.temperature > 0:
-            tokens[row] = sample(logits[row], position, spec)
-    return tokens
+            tokens[row] = sample(logits[row], _position_after(info, steps[row]), spec)
+    if problems:
+        raise NotFinite(problems, [tokens.get(row) for row in range(len(steps))])
+    return list(tokens.values())
 
 
 def _position_after(info: ModelInfo, step: SequenceStep) -> int:

@@ -250,7 +250,8 @@ class ModelRunner:
     @tells_lack_of_memory
     def decode_step(self, steps: Sequence[SequenceStep]) -> list[int]:
         """One forward pass for several sequences (with an encoder, one each); the token that
-        follows each. As prefill_chunk."""
+        follows each. As prefill_chunk, and NotFinite where some sequences have none: this is the
+        others' step all the same."""
         if self.info.is_encoder_decoder and not all(step.num_encoder_tokens for step in steps):
             raise ModelError("a decode step must say how many tokens the encoder had")
         if not steps:

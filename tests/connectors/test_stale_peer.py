@@ -12,11 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.peer_processes import peers_in
+from support.stale_steps import check_stale_peer, making
 
 from connectors.nixl import NixlConnector
 from kvxfer.transfer.connector import Direction, MemoryWindow
@@ -24,6 +27,7 @@ from kvxfer.transfer.plan import TransferPlan
 from kvxfer.transfer.regions import Region
 
 DEADLINE_S = 30.0
+WAYS = {"nixl": ("push", "pull"), "peer": ("pull",)}
 OWNER_SCRIPT = Path(__file__).with_name("nixl_owner.py")
 
 
@@ -120,3 +124,13 @@ def test_without_tombstones_the_owner_would_die(
     assert owner.ask("decommit")["tombstones"] == 0
     assert move(peer, Direction.PUSH, plan) is not None
     assert owner.end() == -11
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("connector", WAYS)
+def test_the_steps_that_gpus_are_put_through(connector: str, tmp_path: Path) -> None:
+    directory = tmp_path / "peers"
+    directory.mkdir(0o700)
+    with peers_in(directory) as make_peer:
+        make = partial(making, make_peer, connector=connector)
+        check_stale_peer(make, WAYS[connector], has_tombstones=True)

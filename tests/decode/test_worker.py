@@ -189,6 +189,23 @@ def test_a_model_failure_in_decode_ends_the_batch_and_nothing_else(cluster):
     cluster.until_idle()
 
 
+def test_kv_that_is_not_finite_fails_its_own_request_and_the_batch_goes_on(cluster):
+    _, decode = cluster.pair()
+    sent = [cluster.send(decode, num_tokens=10, max_new_tokens=40) for _ in range(3)]
+    cluster.until(lambda: 3 in decode.runner.batch_sizes)
+    decode.runner.hold()
+    poisoned = decode.role._requests[sent[1].completion.request_id]
+    decode.cache.views[0][1][poisoned.blocks[0][1]] = float("nan")
+    decode.runner.release()
+    cluster.finish(*sent)
+    assert sent[1].finished.reason == "error"
+    assert "adds up to nan" in sent[1].finished.error
+    assert 0 < len(sent[1].completion.output) < 40
+    for one in (sent[0], sent[2]):
+        one.check_equal()
+    cluster.until_idle()
+
+
 @both_lanes
 def test_a_transport_that_refuses_fails_the_request_and_is_used_again(cluster, lane):
     prefill, decode = cluster.pair(lane)

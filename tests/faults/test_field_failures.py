@@ -77,6 +77,8 @@ INDEX: dict[str, tuple[str, ...]] = {
     ),
     "a peer that kept its descriptors": (
         "connectors/test_stale_peer.py::test_a_stale_peer_reads_and_writes_tombstones_and_the_owner_lives",
+        "faults/test_stale_peers.py::test_a_late_writer_to_decode_reaches_quarantine_and_tombstones_only",
+        "faults/test_stale_peers.py::test_a_worker_sleeps_and_wakes_under_a_stale_peer",
     ),
     "only the first chunk is registered": (
         "worker/test_transfer_thread.py::test_the_first_growth_registers_what_warm_up_committed_too",

@@ -16,7 +16,7 @@ from support.models import (
 from kvxfer.cache.layout import KVCacheLayout
 from kvxfer.cache.spec import GroupKind
 from kvxfer.cache.table import BlockTable
-from kvxfer.errors import ModelError, UnsupportedModel, UsageError
+from kvxfer.errors import ModelError, NotFinite, UnsupportedModel, UsageError
 from kvxfer.model import ModelInfo, SampleSpec, inspect_model
 from kvxfer.model.runner import ModelRunner, SequenceStep
 
@@ -203,6 +203,24 @@ def test_kv_that_was_never_written_is_not_answered_from(runner_of):
     engine.runner.bind(engine.views)
     with pytest.raises(ModelError, match="logits for position 21 are not finite"):
         engine.runner.decode_step([SequenceStep([1], 20, [BlockTable([1, 2])])])
+
+
+@pytest.mark.parametrize("sample", [SampleSpec(), SampleSpec(temperature=0.8, seed=3)])
+def test_kv_that_is_not_finite_costs_its_own_sequence_its_token_and_no_other(
+    runner_of, prompts, sample
+):
+    engine = HostEngine(runner_of("llama"))
+    lists = block_lists(prompts[:3])
+    sequences = [engine.prefill(*pair) for pair in zip(prompts[:3], lists, strict=True)]
+    steps = [engine.next_step(one, sample) for one in sequences]
+    whole = engine.runner.decode_step(steps)
+    engine.views[0][1][lists[1][0]] = torch.nan
+    with pytest.raises(NotFinite) as raised:
+        engine.runner.decode_step(steps)
+    assert raised.value.tokens == [whole[0], None, whole[2]]
+    told = f"the logits for position {steps[1].end} are not finite"
+    assert raised.value.problems == {1: told}
+    assert told in str(raised.value)
 
 
 def test_a_closed_or_unbound_runner_says_so(tmp_path):

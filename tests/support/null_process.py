@@ -224,5 +224,9 @@ def run_child(order: dict[str, Any], fds: list[int]) -> int:
     os.close(log)
     if order["namespaces"]:
         enter(order["namespaces"])
+    if order.get("stale"):
+        from support.stale_process import run_stale
+
+        return run_stale(order, told)
     run = run_null_router if order["role"] == "router" else run_null_worker
     return run(order, told)

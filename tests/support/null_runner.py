@@ -12,7 +12,7 @@ import torch
 from kvxfer.cache.footprint import decoder_start, has_encoder, kv_tokens, prompt_entries
 from kvxfer.cache.spec import GroupKind, KVCacheSpec
 from kvxfer.cache.table import BlockTable
-from kvxfer.errors import KvxferError, ModelError
+from kvxfer.errors import KvxferError, ModelError, NotFinite
 from kvxfer.model.groups import Place
 from kvxfer.model.packing import SequenceStep
 from kvxfer.model.sampling import SampleSpec
@@ -76,9 +76,17 @@ class NullRunner:
             for group, spec in enumerate(self.specs):
                 for layer in range(spec.num_layers if spec.kind is not GroupKind.CROSS else 0):
                     self._write(group, layer, step.tables[group], step.start, step.tokens)
-        return [
-            self._read(step, self._lengths(step.end, step.num_encoder_tokens)) for step in steps
-        ]
+        tokens: list[int | None] = []
+        problems = {}
+        for index, step in enumerate(steps):
+            try:
+                tokens.append(self._read(step, self._lengths(step.end, step.num_encoder_tokens)))
+            except ModelError as error:
+                tokens.append(None)
+                problems[index] = str(error)
+        if problems:
+            raise NotFinite(problems, tokens)
+        return [token for token in tokens if token is not None]
 
     def close(self) -> None:
         self.is_closed = True

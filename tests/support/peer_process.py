@@ -1,4 +1,4 @@
-"""A process with a `peer` connector over growable memory, for the tests of peer.
+"""A process with a connector over growable memory, for the tests of `peer` and of stale peers.
 
 Each line of standard input is a command, a JSON list of its name and arguments; each is answered
 by one line of JSON. It ends with its input, and polls until then.
@@ -18,12 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from connectors.peer import PeerConnector
 from kvxfer.errors import KvxferError
 from kvxfer.memory.driver import VmmDriver
 from kvxfer.memory.host import HostDriver
 from kvxfer.memory.virtual_buffer import VirtualBuffer
-from kvxfer.transfer.connector import Direction, MemoryWindow
+from kvxfer.transfer.connector import Direction, MemoryWindow, load_connector
 from kvxfer.transfer.plan import TransferPlan
 from kvxfer.transfer.regions import Region
 
@@ -44,13 +43,18 @@ def plan_of(runs: list[list[int]]) -> TransferPlan:
 class Process:
     """The commands are its public methods."""
 
-    def __init__(self, agent_name: str, size_bytes: int, seed: int, device: str) -> None:
+    def __init__(
+        self, agent_name: str, size_bytes: int, seed: int, device: str, connector: str
+    ) -> None:
         self._seed = seed
         self._buffer = VirtualBuffer(driver_of(device), size_bytes)
         base = self._buffer.base_address
-        self._connector = PeerConnector(
-            agent_name, MemoryWindow(base, size_bytes, device, self._buffer)
-        )
+        if device != "cpu":
+            import torch
+
+            torch.zeros(1, device=device)  # a context is current in this thread before a transport
+        window = MemoryWindow(base, size_bytes, device, self._buffer)
+        self._connector: Any = load_connector(connector)(agent_name, window)
 
     def poll(self) -> None:
         self._connector.poll()
@@ -92,6 +96,29 @@ class Process:
         self._buffer.decommit(doomed)
         return self.describe()
 
+    def fill(self) -> None:
+        """All of its own memory anew: what it pulled is gone."""
+        for chunk in self._buffer.chunks:
+            self._write(chunk.offset, pattern(self._seed, chunk.offset, chunk.size))
+
+    def retire(self, offset: int) -> None:
+        """`shrink` while a lost peer may still reach what goes."""
+        doomed = [chunk for chunk in self._buffer.chunks if chunk.offset >= offset]
+        self._connector.deregister([Region(chunk.offset, chunk.size) for chunk in doomed])
+        self._buffer.retire(doomed)
+
+    def bury(self) -> None:
+        self._buffer.bury()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes."""
+        return {
+            "committed": sum(chunk.size for chunk in self._buffer.chunks),
+            "pinned": sum(chunk.size for chunk in self._buffer.pinned),
+            "tombstones": sum(tomb.size for tomb in self._buffer.tombstones),
+            "free": self._buffer.driver.memory_info().free_bytes,
+        }
+
     def invite(self) -> str:
         return self._connector.invite().hex()
 
@@ -105,18 +132,24 @@ class Process:
     def is_lost(self, agent: str) -> bool:
         return self._connector._peer_agent().has_lost(agent)
 
-    def start(self, peer: str, runs: list[list[int]]) -> int:
-        return self._connector.submit(peer, Direction.PULL, plan_of(runs))
+    def start(self, peer: str, runs: list[list[int]], way: str = "pull") -> int:
+        ticket: int = self._connector.submit(peer, Direction(way), plan_of(runs))
+        return ticket
 
     def pull(self, peer: str, runs: list[list[int]]) -> str | None:
-        ticket = self.start(peer, runs)
+        return self.move(peer, runs, "pull")
+
+    def move(self, peer: str, runs: list[list[int]], way: str) -> str | None:
+        """What went wrong, if anything."""
+        ticket = self.start(peer, runs, way)
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
             for result in self._connector.poll():
                 if result.ticket == ticket:
-                    return result.error
+                    error: str | None = result.error
+                    return error
             time.sleep(0.0002)
-        raise TimeoutError("the transfer did not end")
+        return f"no end in {DEADLINE_S:g} s"
 
     def digest(self, offset: int, size: int) -> str:
         return hashlib.blake2b(self._read(offset, size)).hexdigest()
@@ -165,8 +198,8 @@ def driver_of(device: str) -> VmmDriver:
     return CudaDriver(int(device.removeprefix("cuda:")))
 
 
-def main(agent_name: str, size_bytes: int, seed: int, device: str) -> None:
-    process = Process(agent_name, size_bytes, seed, device)
+def main(agent_name: str, size_bytes: int, seed: int, device: str, connector: str) -> None:
+    process = Process(agent_name, size_bytes, seed, device, connector)
     while True:
         process.poll()
         if not select.select([sys.stdin], [], [], 0.0005)[0]:
@@ -187,4 +220,4 @@ def main(agent_name: str, size_bytes: int, seed: int, device: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:6])

@@ -1,4 +1,4 @@
-"""Handles on processes with a `peer` connector (`peer_process`)."""
+"""Handles on processes with a connector over growable memory (`peer_process`)."""
 
 from __future__ import annotations
 
@@ -43,14 +43,16 @@ class PeerProcess:
         directory: Path,
         *,
         device: str = "cpu",
+        connector: str = "peer",
         wrapper: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = f"agent-{os.getpid()}-{next(_names)}"
         self.seed = seed
         self.is_forgiven = False
+        command = sys.executable, str(SCRIPT)
         self._process = subprocess.Popen(
-            [*wrapper, sys.executable, str(SCRIPT), self.name, str(size_bytes), str(seed), device],
+            [*wrapper, *command, self.name, str(size_bytes), str(seed), device, connector],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "KVXFER_PEER_DIR": str(directory), **(environment or {})},

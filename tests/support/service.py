@@ -14,7 +14,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,13 @@ from support.null_process import SPEC
 from support.null_runner import VOCAB_SIZE, Reference
 from support.violations import Crash, Hang, Leak, NoRecovery, WrongToken
 
+from kvxfer.control.cache_messages import CacheState, Shrink, Sleep, WakeUp
+from kvxfer.serve.completion import Backend
 from kvxfer.serve.router import Router
+from kvxfer.transfer.regions import Region
 
-ROLES = ("prefill", "decode", "router")
+WORKERS = ("prefill", "decode")
+ROLES = (*WORKERS, "router")
 PEER_TIMEOUT_S = 1.0
 REQUEST_TIMEOUT_S = 4.0
 """Of hand-over, grant and lease; what holds them has ended after it."""
@@ -73,6 +77,9 @@ class Asked:
     error: str = ""
     output: list[int] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
+    router: str = "router"
+    asked_s: float = field(default_factory=time.monotonic)
+    took_s: float = 0.0
 
     @property
     def is_served(self) -> bool:
@@ -86,7 +93,7 @@ class Asked:
             whole = self.reference.tokens, self.reference.digests
             if (self.output, self.digests) != whole:
                 raise WrongToken(f"{self} is not whole")
-        elif self.reason in ("error", "lost"):
+        elif self.reason in ("error", "lost", "overloaded"):
             assert self.error, f"no reason is given: {self}"
         else:
             assert self.reason == "cancelled", self
@@ -164,6 +171,9 @@ class Process:
             return bool(psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE)
         return False
 
+    def is_stopped(self) -> bool:
+        return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
 
@@ -196,8 +206,19 @@ class RouterProcess(Process):
         self.socket.close()
 
 
+def role_of(name: str) -> str:
+    return name.partition("-")[0]
+
+
+def named(role: str, index: int) -> str:
+    """What the processes of a service are called: the first one by its role alone."""
+    return f"{role}-{index}" if index else role
+
+
 class Service:
-    """All three, at addresses that stay. A context. One thread."""
+    """All three, at addresses that stay. A context. One thread.
+
+    There may be more workers, called prefill-1 and so on; each decode worker has a router."""
 
     def __init__(
         self,
@@ -209,17 +230,25 @@ class Service:
         via: Callable[[str], str] = lambda address: address,
         namespaces: Mapping[str, Mapping[str, str]] | None = None,
         name: str = "",
+        workers: tuple[int, int] = (1, 1),
+        also_dial: Sequence[str] = (),
         **options: Any,
     ) -> None:
         """`via` makes of a worker's address the one that others dial. Workers in `namespaces`, by
-        role, listen on Unix sockets, which are reached from all."""
+        role, listen on Unix sockets, which are reached from all. `workers`: how many there are for
+        prefill and for decode; the latter dial `also_dial`, too."""
         self.name = name or f"{lane}-{connector}"
         self._directory = tempfile.TemporaryDirectory(prefix="kvxfer-faults-")
         self.directory = Path(self._directory.name)
         self._names = itertools.count(1)
         self._random = random.Random(self.name)
         self.asked: dict[str, Asked] = {}
-        self.addresses = {role: f"tcp://127.0.0.1:{free_port()}" for role in ("prefill", "decode")}
+        self.workers = [
+            named(role, index)
+            for role, number in zip(WORKERS, workers, strict=True)
+            for index in range(number)
+        ]
+        self.addresses = {one: f"tcp://127.0.0.1:{free_port()}" for one in self.workers}
         for role in namespaces or ():
             self.addresses[role] = f"ipc://{self.directory}/{role}.socket"
         common = {
@@ -229,37 +258,60 @@ class Service:
             "request_timeout_s": REQUEST_TIMEOUT_S,
             **options,
         }
-        dialled = {role: via(address) for role, address in self.addresses.items()}
-        self.processes: dict[str, Process] = {}
-        for role in ROLES:
-            order: dict[str, Any] = {"role": role, "environment": environment or {}}
-            order["namespaces"] = dict((namespaces or {}).get(role, {}))
-            if role == "router":
-                order |= {
-                    "dial": [dialled["decode"]],
+        dialled = {one: via(address) for one, address in self.addresses.items()}
+        prefill = [dialled[one] for one in self.workers if role_of(one) == "prefill"]
+        orders: dict[str, dict[str, Any]] = {}
+        for one in self.workers:
+            role, index = role_of(one), one.partition("-")[2] or "0"
+            orders[one] = {
+                "role": role,
+                "namespaces": dict((namespaces or {}).get(role, {})),
+                "options": common | {"worker_id": f"{role}-{index}", "listen": self.addresses[one]},
+                "dial": [*prefill, *also_dial] if role == "decode" else [],
+                "hooks": str(self.order_path(one)),
+            }
+            if role == "decode":
+                orders[named("router", int(index))] = {
+                    "role": "router",
+                    "namespaces": {},
+                    "dial": [dialled[one]],
                     "peer_timeout_s": PEER_TIMEOUT_S,
                     "patience_s": REQUEST_TIMEOUT_S + 2 * PEER_TIMEOUT_S,
                 }
-            else:
-                own = {"worker_id": f"{role}-0", "listen": self.addresses[role]}
-                dial = [dialled["prefill"]] if role == "decode" else []
-                hooks = str(self.order_path(role))
-                order |= {"options": {**common, **own}, "dial": dial, "hooks": hooks}
-            kind = RouterProcess if role == "router" else Process
-            self.processes[role] = kind(server, order, self.directory / f"{role}.log")
-        self._router: RouterProcess = self.processes["router"]  # type: ignore[assignment]
+        self.processes: dict[str, Process] = {}
+        for one in sorted(orders, key=lambda name: ROLES.index(role_of(name))):
+            kind = RouterProcess if role_of(one) == "router" else Process
+            order = {"environment": environment or {}, **orders[one]}
+            self.processes[one] = kind(server, order, self.directory / f"{one}.log")
+        self._routers: dict[str, RouterProcess] = {
+            name: one for name, one in self.processes.items() if isinstance(one, RouterProcess)
+        }
         self._baselines: dict[tuple[str, int], dict[str, int]] = {}
 
     def __enter__(self) -> Service:
         try:
             for process in self.processes.values():
                 process.start()
-            self.recover()
+            self._meet()
             self.check_idle()
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def _meet(self) -> None:
+        """Every pair of workers has served, so that all that lives long is there."""
+        for router in self._routers:
+            self.recover(router=router)
+        prefill = [one for one in self.workers if role_of(one) == "prefill"]
+        if len(prefill) > 1:
+            for worker in prefill:
+                wanted = len(self.workers) - len(prefill)
+                until(lambda w=worker, n=wanted: self.status(w)["peers"] == n, 5.0, "all have met")
+            for router in self._routers:
+                for _ in range(2 * len(prefill)):
+                    self.ask(router=router)
+            self.collect()
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes.values():
@@ -269,6 +321,10 @@ class Service:
     def __getitem__(self, role: str) -> Process:
         return self.processes[role]
 
+    @property
+    def routers(self) -> list[str]:
+        return list(self._routers)
+
     def order_path(self, role: str) -> Path:
         return self.directory / f"{role}.order"
 
@@ -277,56 +333,66 @@ class Service:
 
     def finish(self, role: str, number: signal.Signals) -> int:
         """End one by a signal, and see that it ends; its exit code."""
-        if role == "router":
+        if role_of(role) == "router":
             self.listen(0.0)
         with contextlib.suppress(ProcessLookupError):
             self[role].send(number)
         code = self[role].wait()
-        if role == "router":
-            self._router_gone()
+        if role_of(role) == "router":
+            self._router_gone(role)
         return code
 
     # --- requests -----------------------------------------------------------------------------
 
-    def ask(self, num_tokens: int = 20, max_new_tokens: int = 5) -> Asked:
+    def ask(self, num_tokens: int = 20, max_new_tokens: int = 5, router: str = "router") -> Asked:
         name = str(next(self._names))
         tokens = [self._random.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
         reference = Reference([SPEC], tokens, max_new_tokens)
-        self.asked[name] = Asked(name, tokens, max_new_tokens, reference)
-        self._tell(do="submit", id=name, tokens=tokens, max_new_tokens=max_new_tokens)
+        self.asked[name] = Asked(name, tokens, max_new_tokens, reference, router=router)
+        self._tell(router, do="submit", id=name, tokens=tokens, max_new_tokens=max_new_tokens)
         return self.asked[name]
 
     def cancel(self, asked: Asked) -> None:
-        self._tell(do="cancel", id=asked.name)
+        self._tell(asked.router, do="cancel", id=asked.name)
 
-    def _tell(self, **order: Any) -> None:
+    def _tell(self, router: str, **order: Any) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionError):  # it was killed
-            self._router.socket.send(json.dumps(order).encode())
+            self._routers[router].socket.send(json.dumps(order).encode())
 
     def listen(self, timeout_s: float) -> None:
-        """Take in what the router tells."""
+        """Take in what the routers tell."""
         end = time.monotonic() + timeout_s
         while True:
             left = max(0.0, end - time.monotonic())
-            if not select.select([self._router.socket], [], [], left)[0]:
+            sockets = {one.socket: name for name, one in self._routers.items()}
+            readable = select.select(list(sockets), [], [], left)[0]
+            if not readable:
                 return
-            try:
-                data = self._router.socket.recv(1 << 16)
-            except ConnectionError:
-                data = b""
-            if not data:
-                self._router_gone()
-                time.sleep(left)
-                return
-            told = json.loads(data)
-            asked = self.asked.get(told.pop("id"))
-            if asked is not None and not asked.reason:
-                for name, value in told.items():
-                    setattr(asked, name, value)
+            for one in readable:
+                if not self._hear(one, sockets[one]):
+                    time.sleep(left)
+                    return
 
-    def _router_gone(self) -> None:
+    def _hear(self, source: socket.socket, router: str) -> bool:
+        """Whether there still is that router."""
+        try:
+            data = source.recv(1 << 16)
+        except ConnectionError:
+            data = b""
+        if not data:
+            self._router_gone(router)
+            return False
+        told = json.loads(data)
+        asked = self.asked.get(told.pop("id"))
+        if asked is not None and not asked.reason:
+            asked.took_s = time.monotonic() - asked.asked_s
+            for name, value in told.items():
+                setattr(asked, name, value)
+        return True
+
+    def _router_gone(self, router: str) -> None:
         for asked in self.asked.values():
-            if not asked.reason:
+            if not asked.reason and asked.router == router:
                 asked.reason, asked.error = "lost", "its router died"
 
     def collect(self, timeout_s: float = END_TIMEOUT_S) -> list[Asked]:
@@ -341,11 +407,11 @@ class Service:
             asked.check()
         return found
 
-    def recover(self, timeout_s: float = RECOVERY_TIMEOUT_S) -> float:
+    def recover(self, timeout_s: float = RECOVERY_TIMEOUT_S, router: str = "router") -> float:
         """Seconds until a new request is served, in full and right."""
         began = time.monotonic()
         while True:
-            asked = self.ask(12, 2)
+            asked = self.ask(12, 2, router)
             (*_, asked) = self.collect(timeout_s)
             if asked.is_served:
                 return time.monotonic() - began
@@ -357,18 +423,36 @@ class Service:
 
     # --- what must hold -----------------------------------------------------------------------
 
-    def status(self, role: str) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def _reached(self, role: str) -> Iterator[tuple[Router, Backend]]:
         router = Router(peer_timeout_s=5.0)
         try:
             (backend,) = router.connect([self.addresses[role]], 5.0)
-            return dict(router.status(backend).values)
+            yield router, backend
         finally:
             router.close()
 
+    def status(self, role: str) -> dict[str, Any]:
+        with self._reached(role) as (router, backend):
+            return dict(router.status(backend).values)
+
+    def manage(
+        self, role: str, request: Shrink | Sleep | WakeUp, timeout_s: float = 10.0
+    ) -> CacheState:
+        """What became of a worker's cache."""
+        with self._reached(role) as (router, backend):
+            return router.manage(backend, request, timeout_s)
+
+    def regions(self, role: str) -> list[Region]:
+        """What a worker has registered now."""
+        with self._reached(role) as (_, backend):
+            assert backend.facts is not None
+            return list(backend.facts.regions)
+
     def check_idle(self) -> None:
         """Blocks are conserved and nobody's; descriptors and threads are what they were."""
-        for role in ("prefill", "decode"):
-            self._check_blocks(role)
+        for worker in self.workers:
+            self._check_blocks(worker)
         for process in self.processes.values():
             self._check_used(process)
             text = process.log.read_text(errors="replace") if process.log.exists() else ""
@@ -395,7 +479,7 @@ class Service:
 
     def _check_used(self, process: Process) -> None:
         """Against the first look at this process: it has met its peers and served by then."""
-        key = process.role, process.pid
+        key = process.log.stem, process.pid
         used = process.used()
         allowed = self._baselines.setdefault(key, used)
 
@@ -413,7 +497,7 @@ class Service:
             )
 
     def tails(self) -> str:
-        return "\n".join(f"--- {p.role}\n{p.tail()}" for p in self.processes.values())
+        return "\n".join(f"--- {name}\n{p.tail()}" for name, p in self.processes.items())
 
 
 def check_ended(found: Sequence[Asked]) -> dict[str, int]:

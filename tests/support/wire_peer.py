@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from functools import partial
 from typing import Any
 
 from support.workers import Worker, make_engine, make_options
@@ -25,13 +26,15 @@ class WirePeer:
     and registered with a real connector, so that the worker under test can reach it."""
 
     def __init__(self, role: str, listen: str | None = None, **changes: Any) -> None:
+        """`engine` in `changes`: what `make_engine` is given, or what makes another one."""
         engine = changes.pop("engine", {})
         self.role = role
         self.options = make_options(role, **changes)
         self.incarnation = secrets.token_hex(4)
         keys = Keys.load(self.options.key_file, self.options.peer_keys)
         self.channel = Channel(f"{self.options.worker_id}.{self.incarnation}", listen, keys)
-        self.engine = make_engine(self.options, self.incarnation, **engine)
+        make = engine if callable(engine) else partial(make_engine, **engine)
+        self.engine = make(self.options, self.incarnation)
         self.key = ""
         self.acks = True
         """Whether it acknowledges regions by itself."""
@@ -93,7 +96,8 @@ class WirePeer:
         return Hello(WIRE_VERSION, self.facts(**changes))
 
     def welcome(self, direction: str, **changes: Any) -> Welcome:
-        return Welcome(WIRE_VERSION, self.facts(**changes), f"loopback/{direction}")
+        connector = next(iter(self.connectors))
+        return Welcome(WIRE_VERSION, self.facts(**changes), f"{connector}/{direction}")
 
     def send(self, message: Message) -> None:
         """To whom we dialled, or who last spoke to us."""

@@ -25,6 +25,7 @@ from kvxfer.errors import (
     CacheError,
     DriverError,
     ModelError,
+    NotFinite,
     RankFailed,
     TransferError,
     UsageError,
@@ -103,6 +104,21 @@ def test_each_rank_holds_its_heads(group, engine, single):
     first, again = (group.call("prompt_digests", part.tables, len(prompt)) for part in parts)
     assert first == again
     assert not set(first[0]) & set(first[1]), "two ranks hold the same heads"
+
+
+def test_kv_that_is_not_finite_in_one_rank_costs_its_own_sequence_its_token(engine):
+    lists = block_lists(PROMPTS)
+    both = [engine.prefill(*pair) for pair in zip(PROMPTS, lists, strict=True)]
+    steps = [engine.next_step(one) for one in both]
+    whole = engine.runner.decode_step(steps)
+    part = engine.views[0][1][lists[0][0]]
+    kept = part.clone()
+    part.fill_(torch.nan)
+    with pytest.raises(NotFinite) as raised:
+        engine.runner.decode_step(steps)
+    assert raised.value.tokens == [None, whole[1]]
+    part.copy_(kept)
+    assert engine.runner.decode_step(steps) == whole, "the ranks are in step"
 
 
 def test_a_layer_is_told_of_when_all_ranks_have_written_it(group, engine):
