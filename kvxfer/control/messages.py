@@ -60,7 +60,7 @@ from kvxfer.control.resync_messages import (
 )
 from kvxfer.transfer.regions import Region
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 
 
 class Hello(WireStruct, frozen=True):
