@@ -60,22 +60,23 @@ def trying(decode):
 
 @pytest.mark.parametrize("lost", [LanePush, LanePushed])
 @pytest.mark.parametrize("has_room", [True, False], ids=["tried again", "not now"])
-def test_blocks_of_a_push_that_nobody_answered_for_come_back(cluster, losing, lost, has_room):
+def test_blocks_of_a_push_that_nobody_answered_for_come_back(
+    cluster, losing, monkeypatch, lost, has_room
+):
     """Both live on, and lose each other in the middle: the new session owes the old one's word."""
     left = losing(lost, count=1_000_000)
     prefill, decode = idle_pair(cluster)
     cluster.until(lambda: trying(decode) is not None)
     cluster.turn_for(0.1)
-    decode.peers.lose(next(iter(decode.peers._peers)), "the test says so")
-    assert decode.pools.counts().quarantined > 0
-    losing(LaneReady, count=0 if has_room else 1_000_000)
-    held = [] if has_room else prefill.pools.allocate([prefill.pools.groups[0].num_free])
-    left[lost] = 0
-    left[LaneReady] = 0
-    cluster.until(both_ready(prefill, decode))
+    with monkeypatch.context() as full:
+        if not has_room:
+            full.setattr(prefill.pools, "can_allocate", lambda needed: False)
+        decode.peers.lose(next(iter(decode.peers._peers)), "the test says so")
+        assert decode.pools.counts().quarantined > 0
+        left[lost] = 0
+        cluster.until(both_ready(prefill, decode))
+    assert (decode.peers.ready()[0].lane_gbps > 0) == has_room
     cluster.until(lambda: decode.pools.counts().quarantined == 0, 4.0)
-    if held:
-        prefill.pools.free(held)
     cluster.until_idle()
 
 
