@@ -242,7 +242,9 @@ class LaneTrials:
         self._report.tell(peer, lane, trial.gbps, trial.tokens)
         gbps, least = trial.gbps[lane], self._parts.options.min_lane_gbps
         if gbps < least:
-            raise HandshakeRejected("min_lane_gbps", f"{least:g}", f"{gbps:.3g} by {lane}")
+            slow = HandshakeRejected("min_lane_gbps", f"{least:g}", f"{gbps:.3g} by {lane}")
+            self._parts.peers.greeting.refuse(peer, slow)
+            return
         chosen = LaneChosen(trial.trial_id, str(lane), gbps, [str(one) for one in trial.gbps])
         if self._parts.peers.send(peer.key, chosen):
             self._parts.peers.settle(peer, lane, gbps, trial.samples.costs(trial.gbps))
