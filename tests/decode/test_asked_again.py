@@ -136,6 +136,36 @@ def test_a_lost_end_of_what_was_given_up_is_made_up_for(cluster, losing, lane, k
     cluster.until(lambda: decode.is_idle())  # nobody else writes: prefill's deadline ends its side
 
 
+@pytest.mark.parametrize("kind", [Abort, Aborted])
+def test_what_an_earlier_session_gave_up_is_asked_about_until_it_is_answered(cluster, losing, kind):
+    """Blocks of all grants come back, though nobody was fenced."""
+    prefill, decode = cluster.pair("push")
+    prefill.runner.hold()
+    sent = [cluster.send(decode, num_tokens=17) for _ in range(2)]
+    cluster.until(lambda: prefill.role.status()["jobs"] == 2)
+    left = losing(kind, count=7)
+    for worker in (prefill, decode):
+        worker.peers.lose(worker.peers.ready()[0].key, "the test says so")
+    prefill.runner.release()
+    cluster.finish(*sent)
+    assert decode.pools.counts().quarantined > 0
+    cluster.until_idle()
+    assert left[kind] < 7, "some were lost; Failed may have come before all were"
+
+
+@both_lanes
+@pytest.mark.parametrize("kind", [GrantQuery, GrantUnknown])
+def test_a_grant_that_was_never_heard_of_is_found_out_whatever_is_lost(cluster, losing, lane, kind):
+    _, decode = cluster.pair(lane)
+    left = losing(PrefillRequest)
+    losing(kind, count=3)
+    sent = cluster.send(decode, num_tokens=17)
+    cluster.finish(sent)
+    sent.check_equal()
+    assert left[kind] == left[PrefillRequest] == 0
+    cluster.until_idle()
+
+
 def test_silence_is_asked_about_later_and_later(cluster):
     wire, decode = meet(cluster, "push")
     sent, asked = granted(cluster, wire, decode)

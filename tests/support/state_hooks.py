@@ -80,7 +80,7 @@ def install(role: str, path: Path) -> None:
     import prefill.job
     import prefill.lane_trials
     from kvxfer.control import session
-    from kvxfer.worker import residency
+    from kvxfer.worker import growth, residency
     from kvxfer.worker.loop import ControlLoop
 
     hooks = StateHooks(path)
@@ -94,6 +94,7 @@ def install(role: str, path: Path) -> None:
 
     _watch(session.Peer, "state", peer_entered)
     _watch(residency.Residency, "state", lambda _, state: hooks.entered(f"{role}:{_name(state)}"))
+    _watch(growth.CacheGrowth, "_state", lambda _, state: hooks.entered(f"{role}:{_name(state)}"))
     _watch(decode.trial.Trial, "trial_id", lambda *_: hooks.entered("LaneTrials.ASKED"))
     _watch(
         decode.trial.Trial,
