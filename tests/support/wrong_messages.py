@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,10 +69,13 @@ class Live:
 
 
 class WrongMessages:
-    """A reproducible stream of them. Real messages are to be shown to it with `learn`."""
+    """A reproducible stream of them. Real messages are to be shown to it with `learn`. No Hello or
+    Welcome bears the worker ids in `spared`: who has a key may pose as anybody, and whoever finds
+    that a newer process has taken its place ends."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, spared: Collection[str] = ()) -> None:
         self._random = random.Random(seed)
+        self._spared = spared
         self._real: dict[str, list[Any]] = {}
         self._texts = list(EDGE_TEXTS)
         self._live = Live()
@@ -88,10 +91,14 @@ class WrongMessages:
     def learn(self, message: Message) -> None:
         """A real one: its values, and its names of requests, grants and lanes, will come up."""
         value = msgspec.msgpack.decode(encode(message))
+        facts = value.get("facts")
+        if facts and facts["worker_id"] in self._spared:
+            facts["worker_id"] += "-as-well"
         kept = self._real.setdefault(value["type"], [])
         kept.append(value)
         del kept[:-8]
         texts = [leaf for _, _, leaf in _leaves(value) if isinstance(leaf, str)]
+        texts = [text for text in texts if text not in self._spared]
         self._texts = [*self._texts[: len(EDGE_TEXTS)], *(self._texts + texts)[-60:]]
 
     def next(self, live: Live) -> bytes:
