@@ -412,8 +412,9 @@ class Service:
         )
 
     def _num_memory_files(self, role: str, regions: Mapping[str, int]) -> int:
-        """A chunk of host memory is a file, open in whoever maps it."""
-        return sum(regions.values()) if self._imports and role != "router" else regions.get(role, 0)
+        """A chunk of host memory is a file, open in its owner and in who maps it to pull from it."""
+        imported = regions["prefill"] if self._imports and role == "decode" else 0
+        return regions.get(role, 0) + imported
 
     def _num_kept(self) -> int:
         """By UCX, as far as the workers' own words tell."""
