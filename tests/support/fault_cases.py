@@ -31,7 +31,8 @@ from kvxfer.worker.admission import GRANTS_AHEAD
 SHORT_S = 0.2
 """Well within the peer's deadline, which is 1 s."""
 LONG_S = PEER_TIMEOUT_S + 0.4
-FIRE_TIMEOUT_S = 6.0
+FIRE_TIMEOUT_S = 15.0
+"""To reach a state: longer than a choice of lanes may take (5 s) that is begun again."""
 FAULTS = ("kill", "restart", "stop, and go on in time", "stop, and go on too late")
 
 TABLES: dict[type[Enum], ModuleType] = {
