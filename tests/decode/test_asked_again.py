@@ -136,6 +136,7 @@ def test_a_lost_end_of_what_was_given_up_is_made_up_for(cluster, losing, lane, k
     cluster.until(lambda: decode.is_idle())  # nobody else writes: prefill's deadline ends its side
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Abort, Aborted])
 def test_what_an_earlier_session_gave_up_is_asked_about_until_it_is_answered(cluster, losing, kind):
     """Blocks of all grants come back, though nobody was fenced."""
@@ -153,6 +154,7 @@ def test_what_an_earlier_session_gave_up_is_asked_about_until_it_is_answered(clu
     assert left[kind] < 7, "some were lost; Failed may have come before all were"
 
 
+@pytest.mark.slow
 @both_lanes
 @pytest.mark.parametrize("kind", [GrantQuery, GrantUnknown])
 def test_a_grant_that_was_never_heard_of_is_found_out_whatever_is_lost(cluster, losing, lane, kind):

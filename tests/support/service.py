@@ -33,7 +33,7 @@ REQUEST_TIMEOUT_S = 4.0
 END_TIMEOUT_S = REQUEST_TIMEOUT_S + 4 * PEER_TIMEOUT_S
 """The longest that a request may take to its end, whatever happens."""
 RECOVERY_TIMEOUT_S = 20.0
-"""A machine that is busy with other things lets a peer seem silent now and then: met again in 1 s."""
+"""On a machine that is busy with other things peers seem silent now and then, and meet again."""
 START_TIMEOUT_S = 10.0
 SOCKETS_KEPT_BY_UCX = {"-0 is lost: ": 2, "cache: Sleep: ": 2, "cache: Shrink: ": 2}
 """By what the log tells. UCX keeps a socket at either end, or two, each time that two living agents
@@ -413,7 +413,7 @@ class Service:
         )
 
     def _num_memory_files(self, role: str, regions: Mapping[str, int]) -> int:
-        """A chunk of host memory is a file, open in its owner and in who maps it to pull from it."""
+        """A chunk of host memory is a file, open in its owner and in who maps it to pull."""
         imported = regions["prefill"] if self._imports and role == "decode" else 0
         return regions.get(role, 0) + imported
 

@@ -10,6 +10,7 @@ from kvxfer.worker.lane_trial import NUM_TRANSFERS
 
 TRIAL = LaneTrial("t" * 16, 8, [1, 2])
 PUSH = LanePush(TRIAL.trial_id, "loopback/push", 8)
+slow = pytest.mark.slow
 OPTIONS = {"lane": "push", "lane_test": True}
 
 
@@ -38,7 +39,14 @@ def test_a_lost_message_of_a_trial_is_made_up_for(cluster, losing, kind):
     cluster.until_idle()
 
 
-@pytest.mark.parametrize("kind", [LaneTrial, LaneReady, LanePush, LanePushed, LaneChosen])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        LaneTrial,
+        LanePush,
+        *(pytest.param(kind, marks=slow) for kind in (LaneReady, LanePushed, LaneChosen)),
+    ],
+)
 def test_a_message_that_comes_twice_changes_nothing(cluster, repeating, kind):
     repeating(kind)
     prefill, decode = idle_pair(cluster)
@@ -58,7 +66,7 @@ def trying(decode):
     return found[0] if found else None
 
 
-@pytest.mark.parametrize("lost", [LanePush, LanePushed])
+@pytest.mark.parametrize("lost", [pytest.param(LanePush, marks=slow), LanePushed])
 @pytest.mark.parametrize("has_room", [True, False], ids=["tried again", "not now"])
 def test_blocks_of_a_push_that_nobody_answered_for_come_back(
     cluster, losing, monkeypatch, lost, has_room
@@ -169,7 +177,7 @@ def test_nobody_but_the_worker_that_was_asked_to_push_can_say_that_it_did(cluste
     left[LanePushed] = 0
     other = cluster.add("prefill", listen=address, worker_id="other", **OPTIONS)
     cluster.until(both_ready(other, decode))
-    cluster.turn_for(0.2)
+    cluster.turn_for(0.1)
     assert trial.is_written
     assert decode.pools.counts().quarantined > 0
     cluster.remove(other)

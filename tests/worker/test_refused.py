@@ -37,7 +37,7 @@ def test_one_of_several_that_does_not_fit_is_left_out(cluster, caplog, good_firs
     sent = cluster.send(decode)
     cluster.finish(sent)
     sent.check_equal()
-    cluster.turn_for(0.3)
+    cluster.turn_for(0.1)
     assert caplog.text.count("it is greeted again, later and later") == 1
     cluster.until_idle()
 
@@ -61,7 +61,7 @@ def test_whoever_is_not_there_yet_may_still_fit(cluster):
     for one in (bad.address, address):
         decode.peers.dial(one)
     cluster.until(lambda: bool(refused(decode)))
-    cluster.turn_for(0.2)
+    cluster.turn_for(0.1)
     assert not decode.peers.ready()
     late = prefill_of(cluster, "absent", lane="push", listen=address)
     cluster.until(both_ready(late, decode))
