@@ -45,8 +45,8 @@ class CacheOrders:
         return self._router.manage(self._backend, request, timeout_s)
 
 
-def wake(address: str, timeout_s: float) -> None:
-    """Until the cache is awake, whatever was under way."""
+def wake(address: str, timeout_s: float) -> str:
+    """Have the cache awake, whatever was under way; why it is not in time, or ''."""
     deadline = time.monotonic() + timeout_s
     problem = ""
     while time.monotonic() < deadline:
@@ -56,6 +56,6 @@ def wake(address: str, timeout_s: float) -> None:
         except KvxferError as error:
             problem = str(error)
         if problem in ("", AWAKE):
-            return
+            return ""
         time.sleep(0.02)
-    raise AssertionError(f"{address}: not awake within {timeout_s:g} s: {problem}")
+    return f"{address}: not awake within {timeout_s:g} s: {problem}"

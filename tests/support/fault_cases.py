@@ -107,7 +107,8 @@ def run_case(service: Service, case: Case) -> dict[str, int]:
         _follow_up(service, case)
         found = service.collect()
     if "ResidencyState" in case.state:
-        wake(service.addresses[case.owner], RECOVERY_TIMEOUT_S)
+        awake = wake(service.addresses[case.owner], RECOVERY_TIMEOUT_S)
+        assert not awake, f"{case}: {awake}\n{service.tails()}"
     service.recover()
     service.check_idle()
     return check_ended(found)
