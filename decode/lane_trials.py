@@ -6,7 +6,9 @@
 | TRYING    | lane by lane: erase, transfer several times, check      | no lane left → chosen |
 
 Every lane is tried with real bytes of both caches, since what differs is how their memory is
-reached. A trial has a deadline; when it passes, what was measured by then decides.
+reached. A trial has a deadline; when it passes, what was measured by then decides. What prefill has
+not answered is said again; blocks that it was asked to write to stay in quarantine until it does,
+or is fenced, however the trial ended (`decode.trial`).
 """
 
 from __future__ import annotations
@@ -15,15 +17,14 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from kvxfer.control.lane_messages import LaneChosen, LanePush, LanePushed, LaneReady, LaneTrial
+from decode.trial import EndedTrials, Trial
+from kvxfer.control.lane_messages import LaneChosen, LanePushed, LaneReady, LaneTrial
 from kvxfer.control.session import Peer
 from kvxfer.errors import HandshakeRejected, KvxferError, WireError
 from kvxfer.transfer.connector import Direction
-from kvxfer.transfer.lane_costs import LaneSamples
 from kvxfer.transfer.lanes import Lane, best_of
 from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.lane_report import LaneReport
@@ -43,34 +44,8 @@ from kvxfer.worker.transfer_thread import Movement
 logger = logging.getLogger(__name__)
 
 TRIAL_TIMEOUT_S = 10.0
-
-
-@dataclass
-class _Trial:
-    peer: Peer
-    trial_id: str
-    num_tokens: int
-    blocks: list[list[int]]
-    """Of ours, group by group: only the first has any."""
-    deadline_s: float
-    lanes: list[Lane]
-    """Not tried yet."""
-    fallback: Lane
-    """Where none can be tried out in time."""
-    tokens: int = 0
-    """Being moved: the first few, or all."""
-    source: list[int] = field(default_factory=list)
-    """Prefill's blocks with the pattern."""
-    lane: Lane | None = None
-    """Being tried."""
-    times_ns: list[int] = field(default_factory=list)
-    gbps: dict[Lane, float] = field(default_factory=dict)
-    samples: LaneSamples = field(default_factory=LaneSamples)
-    errors: dict[Lane, str] = field(default_factory=dict)
-    reads_in_flight: int = 0
-    is_written: bool = False
-    """Prefill was asked to push and has not said that it did."""
-    is_over: bool = False
+ASK_PAUSE_S = 1.0
+"""Before a word to prefill that was not answered is said again."""
 
 
 class LaneTrials:
@@ -79,9 +54,8 @@ class LaneTrials:
     def __init__(self, parts: WorkerParts) -> None:
         self._parts = parts
         self._report = LaneReport(parts)
-        self._trials: dict[str, _Trial] = {}
-        self._ending: list[_Trial] = []
-        """Over, but something may still write to their blocks."""
+        self._trials: dict[str, Trial] = {}
+        self._ended = EndedTrials(parts.engine.pools)
         self.handlers: dict[type, Callable[[str, Any], None]] = {
             LaneReady: self._on_ready,
             LanePushed: self._on_pushed,
@@ -89,7 +63,7 @@ class LaneTrials:
 
     @property
     def is_active(self) -> bool:
-        return bool(self._trials or self._ending)
+        return bool(self._trials or self._ended)
 
     def begin(self, peer: Peer) -> None:
         """Find the quickest lane; ends with `PeerTable.settle`, or without the peer."""
@@ -106,24 +80,31 @@ class LaneTrials:
             return
         needed = [tokens // ours.spec.block_size, *[0] * (len(pools.groups) - 1)]
         deadline_s = time.monotonic() + TRIAL_TIMEOUT_S
-        trial = _Trial(
-            peer, secrets.token_hex(8), tokens, pools.allocate(needed), deadline_s, lanes, lanes[0]
-        )
+        blocks, trial_id = pools.allocate(needed), secrets.token_hex(8)
+        whose = peer, peer.name
+        trial = Trial(*whose, trial_id, tokens, blocks, deadline_s, lanes, lanes[0])
         self._trials[peer.key] = trial
-        message = LaneTrial(trial.trial_id, tokens, trial.blocks[0])
-        self._parts.peers.send(peer.key, message)
+        self._ask(trial)
 
     def _is_reached(self, peer: Peer, lane: Lane) -> bool:
         return lane.direction is Direction.PUSH or lane.connector in peer.reached
 
-    def _choose_untried(self, peer: Peer, lane: Lane, reason: str) -> None:
+    def _choose_untried(self, peer: Peer, lane: Lane, reason: str, trial_id: str = "") -> None:
         logger.info("lanes to %s were not tried: %s; using %s", peer.name, reason, lane)
-        if self._parts.peers.send(peer.key, LaneChosen("", str(lane), 0.0, [])):
+        if self._parts.peers.send(peer.key, LaneChosen(trial_id, str(lane), 0.0, [])):
             self._parts.peers.settle(peer, lane, 0.0)
+
+    def _ask(self, trial: Trial) -> None:
+        """Say what has no answer yet, again if need be, to the worker that it is for."""
+        message, peer = trial.unanswered, self._parts.peers.get(trial.peer.key)
+        trial.ask_at_s = time.monotonic() + ASK_PAUSE_S
+        is_there = peer is not None and peer.is_met and peer.name == trial.peer_name
+        if message is not None and is_there:
+            self._parts.peers.send(trial.peer.key, message)
 
     # --- messages -----------------------------------------------------------------------------
 
-    def _of(self, key: str, trial_id: str) -> _Trial | None:
+    def _of(self, key: str, trial_id: str) -> Trial | None:
         trial = self._trials.get(key)
         return trial if trial is not None and trial.trial_id == trial_id else None
 
@@ -133,7 +114,8 @@ class LaneTrials:
             return
         if not ready.blocks:
             self._end(trial)
-            self._choose_untried(trial.peer, trial.fallback, f"not now, says {trial.peer.name}")
+            reason = f"not now, says {trial.peer.name}"
+            self._choose_untried(trial.peer, trial.fallback, reason, trial.trial_id)
             return
         assert trial.peer.facts is not None
         theirs, told = trial.peer.facts.geometry.groups[0], ready.blocks
@@ -145,17 +127,18 @@ class LaneTrials:
         self._next(trial)
 
     def _on_pushed(self, key: str, pushed: LanePushed) -> None:
-        for trial in [*self._trials.values(), *self._ending]:
-            if trial.peer.key == key and trial.trial_id == pushed.trial_id and trial.is_written:
+        for trial in [*self._trials.values(), *self._ended]:
+            is_whose = trial.peer.key == key and trial.peer.name == trial.peer_name
+            if is_whose and trial.is_answered_by(pushed):
                 trial.is_written = False
                 if trial.is_over:
-                    self._give_back()
+                    self._ended.give_back()
                 else:
                     self._moved(trial, max(pushed.elapsed_ns, 0), pushed.error)
 
     # --- lane by lane -------------------------------------------------------------------------
 
-    def _next(self, trial: _Trial) -> None:
+    def _next(self, trial: Trial) -> None:
         if not trial.lanes:
             self._choose(trial)
             return
@@ -167,12 +150,12 @@ class LaneTrials:
         erase = self._parts.engine.transfer.erase_pattern
         self._on_blocks(trial, erase, lambda _: self._move(trial))
 
-    def _move(self, trial: _Trial) -> None:
+    def _move(self, trial: Trial) -> None:
         lane, peer = trial.lane, trial.peer
         assert lane is not None
         if lane.direction is Direction.PUSH:
             trial.is_written = True
-            self._parts.peers.send(peer.key, LanePush(trial.trial_id, str(lane), trial.tokens))
+            self._ask(trial)
             return
         ends = self._parts, trial.blocks[0], peer, trial.source
         try:
@@ -180,20 +163,20 @@ class LaneTrials:
         except KvxferError as error:
             self._moved(trial, 0, str(error))
             return
-        trial.reads_in_flight += 1
+        trial.work_in_flight += 1
 
         def ended(movement: Movement) -> None:
-            trial.reads_in_flight -= 1
+            trial.work_in_flight -= 1
             if not movement.error:
                 trial.samples.add(lane, *movement.measured)
             if trial.is_over:
-                self._give_back()
+                self._ended.give_back()
             else:
                 self._moved(trial, movement.elapsed_ns, movement.error or "")
 
         self._parts.transfer.move_ranks(peer.key, lane, moves, ended)
 
-    def _moved(self, trial: _Trial, elapsed_ns: int, error: str) -> None:
+    def _moved(self, trial: Trial, elapsed_ns: int, error: str) -> None:
         lane = trial.lane
         assert lane is not None
         if error:
@@ -215,7 +198,7 @@ class LaneTrials:
         check = partial(self._parts.engine.transfer.check_pattern, seed=seed)
         self._on_blocks(trial, check, partial(self._checked, trial, lane))
 
-    def _checked(self, trial: _Trial, lane: Lane, is_right: object) -> None:
+    def _checked(self, trial: Trial, lane: Lane, is_right: object) -> None:
         if is_right:
             num_bytes = arrived_bytes(self._parts, trial.tokens)
             trial.gbps[lane] = num_bytes / max(1, min(trial.times_ns))
@@ -224,15 +207,15 @@ class LaneTrials:
         self._next(trial)
 
     def _on_blocks(
-        self, trial: _Trial, work: Callable[..., Any], done: Callable[[object], None]
+        self, trial: Trial, work: Callable[..., Any], done: Callable[[object], None]
     ) -> None:
         """Do `work` on blocks of ours, then `done` if the trial is still on."""
-        trial.reads_in_flight += 1
+        trial.work_in_flight += 1
 
         def reported(result: object) -> None:
-            trial.reads_in_flight -= 1
+            trial.work_in_flight -= 1
             if trial.is_over:
-                self._give_back()
+                self._ended.give_back()
             else:
                 done(result)
 
@@ -246,7 +229,7 @@ class LaneTrials:
 
     # --- the end ------------------------------------------------------------------------------
 
-    def _choose(self, trial: _Trial) -> None:
+    def _choose(self, trial: Trial) -> None:
         peer = trial.peer
         for failed, error in trial.errors.items():
             logger.warning("lane %s to %s does not work: %s", failed, peer.name, error)
@@ -259,12 +242,17 @@ class LaneTrials:
         self._report.tell(peer, lane, trial.gbps, trial.tokens)
         gbps, least = trial.gbps[lane], self._parts.options.min_lane_gbps
         if gbps < least:
-            raise HandshakeRejected("min_lane_gbps", f"{least:g}", f"{gbps:.3g} by {lane}")
+            slow = HandshakeRejected("min_lane_gbps", f"{least:g}", f"{gbps:.3g} by {lane}")
+            self._parts.peers.greeting.refuse(peer, slow)
+            return
         chosen = LaneChosen(trial.trial_id, str(lane), gbps, [str(one) for one in trial.gbps])
         if self._parts.peers.send(peer.key, chosen):
             self._parts.peers.settle(peer, lane, gbps, trial.samples.costs(trial.gbps))
 
     def tick(self) -> None:
+        for trial in [*self._trials.values(), *self._ended]:
+            if trial.pause_is_over:
+                self._ask(trial)
         for trial in list(self._trials.values()):
             if time.monotonic() > trial.deadline_s:
                 waits_for = f"lane {trial.lane}" if trial.lane else "the pattern"
@@ -273,7 +261,8 @@ class LaneTrials:
                     self._choose(trial)
                 else:
                     self._end(trial)
-                    self._choose_untried(trial.peer, trial.fallback, "none ended in time")
+                    reason = "none ended in time"
+                    self._choose_untried(trial.peer, trial.fallback, reason, trial.trial_id)
 
     def lost(self, peer: Peer) -> None:
         trial = self._trials.get(peer.key)
@@ -282,20 +271,8 @@ class LaneTrials:
 
     def fenced(self, worker_id: str) -> None:
         """Nothing more will be written for trials of this worker that are over."""
-        for trial in self._ending:
-            if trial.peer.name == worker_id:
-                trial.is_written = False
-        self._give_back()
+        self._ended.fenced(worker_id)
 
-    def _end(self, trial: _Trial) -> None:
-        trial.is_over = True
+    def _end(self, trial: Trial) -> None:
         del self._trials[trial.peer.key]
-        self._parts.engine.pools.quarantine(trial.blocks)
-        self._ending.append(trial)
-        self._give_back()
-
-    def _give_back(self) -> None:
-        for trial in list(self._ending):
-            if not trial.is_written and trial.reads_in_flight == 0:
-                self._ending.remove(trial)
-                self._parts.engine.pools.release_quarantined(trial.blocks)
+        self._ended.add(trial)

@@ -1,7 +1,8 @@
 """Requests that were given up while somebody may still write to their blocks.
 
 A block belongs to its writer until that has said that it ended, or is fenced: there is no deadline
-after which it would be safe to use it. Abort is repeated until it is answered.
+after which it would be safe to use it. Abort is repeated until it is answered by the worker that
+was granted the blocks; another one at its address is not asked, and not believed.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Quarantine:
     def peer_ready(self, peer: Peer) -> None:
         """Ask again for the end of what was given up while there was no connection."""
         for request in self:
-            if request.prefill is peer and not request.writer_ended:
+            if request.is_at(peer) and not request.writer_ended:
                 self._abort(request, "given up")
 
     def fenced(self, worker_id: str) -> None:
@@ -88,5 +89,6 @@ class Quarantine:
         ready = self._parts.peers.ready()
         for request in self:
             waits = not request.writer_ended and not request.reads_in_flight
-            if waits and request.ask_at_s <= now_s and request.prefill in ready:
+            is_there = any(request.is_at(peer) for peer in ready)
+            if waits and request.ask_at_s <= now_s and is_there:
                 self._abort(request, "given up")

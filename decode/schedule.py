@@ -154,6 +154,11 @@ class DecodeRequest:
         entries = prompt_entries(self.specs, self.num_prompt_tokens)
         return [table.ids(kept) for table, kept in zip(self.tables, entries, strict=True)]
 
+    def is_at(self, peer: Peer) -> bool:
+        """Whether `peer` is the worker that was asked, and granted blocks: another one may be at
+        its address by now, which cannot speak for it."""
+        return self.prefill is peer and peer.name == self.prefill_name
+
     def check_granted(self, direction: Direction) -> None:
         """Raises WireError unless the grant is being used, and in the agreed direction."""
         if self.state is not RequestState.GRANTED or self.direction != direction:

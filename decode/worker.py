@@ -110,7 +110,8 @@ class DecodeWorker:
     def _of(self, key: str, request_id: str, grant_id: str) -> DecodeRequest | None:
         """The request that gave this grant to this peer; None once it is over."""
         request = self._quarantine.get(grant_id) or self._requests.get(request_id)
-        if request is None or request.prefill is None or request.prefill.key != key:
+        peer = self._parts.peers.get(key)
+        if request is None or peer is None or not request.is_at(peer):
             return None
         if (request.request_id, request.grant_id) != (request_id, grant_id):
             return None

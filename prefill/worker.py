@@ -152,6 +152,7 @@ class PrefillWorker:
     def _on_abort(self, key: str, abort: Abort) -> None:
         job = self._jobs.get((key, abort.grant_id))
         if job is None:
+            self._parts.peers.require_met(key)  # others ask somebody who was here before us
             aborted = Aborted(abort.request_id, abort.grant_id)
             self._last_words.add(key, abort.grant_id, aborted)  # its request may yet come
             self._parts.peers.send(key, aborted)

@@ -7,6 +7,9 @@
 | decode → prefill | LanePush   | push the pattern by this lane |
 | prefill → decode | LanePushed | it is visible, or failed |
 | decode → prefill | LaneChosen | the lane of this pair from now on |
+
+LaneTrial and LanePush are said again until they are answered, which they are each time. Of a trial
+that prefill says is over, or not now, nothing is begun or pushed any more.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ class LanePush(WireStruct, frozen=True):
 class LanePushed(WireStruct, frozen=True):
     trial_id: str
     lane: str
+    num_tokens: int
+    """As in the LanePush that this answers."""
     elapsed_ns: int
     """Of the quickest of several transfers."""
     error: str
@@ -47,7 +52,7 @@ class LanePushed(WireStruct, frozen=True):
 
 class LaneChosen(WireStruct, frozen=True):
     trial_id: str
-    """'' where nothing was tried."""
+    """'' where none was begun."""
     lane: str
     gbps: float
     """As measured; 0 where it was not."""

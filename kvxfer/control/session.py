@@ -2,7 +2,7 @@
 
 | peer     | meaning                          | leaves by             | deadline              |
 | ---      | ---                              | ---                   | ---                   |
-| GREETING | Hello is out, or its regions are | loaded → MET; Reject  | Hello again, later    |
+| GREETING | Hello is out, or its regions are | loaded → MET; refused | Hello again, later    |
 |          | being loaded                     | → GONE, or our end    | and later             |
 | MET      | it is known; lanes may have to   | LaneChosen → READY;   | of the choice → GONE  |
 |          | be tried out first               | as READY → GONE       |                       |
@@ -11,6 +11,8 @@
 |          |                                  | incarnation → GONE    | → GONE                |
 | GONE     | nothing is sent to it or believed| Hello, Welcome        | we dialled: Hello at  |
 |          | of it; what it had is dropped    | → GREETING            | once; else forgotten  |
+
+Who is refused, and when that is our end: see `kvxfer.worker.greeting`.
 
 What is known of a peer's regions is at an (epoch, generation): revocations and additions so far.
 
@@ -95,6 +97,8 @@ class Peer:
     """Since it was last ready."""
     told_epoch: int = 0
     """The oldest of our epochs that it may still know us by, since it was last greeted."""
+    refusal: HandshakeRejected | None = None
+    """Why KV may not flow, by its word or ours, since it was last ready."""
     acked_generation: int = 0
     """The newest of our generations that it has loaded."""
 

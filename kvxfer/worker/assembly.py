@@ -87,6 +87,7 @@ class WorkerParts:
             "peers": len(self.peers.ready()),
             **{f"lane {peer.name}": str(peer.lane) for peer in self.peers.ready()},
             **{f"lane_gbps {peer.name}": peer.lane_gbps for peer in self.peers.ready()},
+            **{f"refused {p.key}": str(p.refusal) for p in self.peers.dialled() if p.refusal},
             "layout": ",".join(group.layout for group in cache.geometry.groups),
         }
 

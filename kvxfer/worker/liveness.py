@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 HELLO_RETRY_S = 1.0
 HELLO_RETRY_MAX_S = 5.0
+REFUSED_RETRY_MAX_S = 30.0
+"""Of one that was refused: each greeting costs it, and us, a look at what does not fit."""
 HELLO_JITTER = 0.25
 """Pauses between greetings double up to the maximum, each longer or shorter by up to this share, so
 that many who lost the same worker do not greet it at once."""
@@ -86,10 +88,13 @@ class Liveness:
         peer.state = PeerState.GREETING
         peer.hello_sent_s = now
         peer.num_hellos += 1
-        peer.hello_pause_s = hello_pause(peer.num_hellos, random.random())
+        peer.hello_pause_s = hello_pause(
+            peer.num_hellos, random.random(), is_refused=peer.refusal is not None
+        )
 
 
-def hello_pause(num_sent: int, chance: float) -> float:
+def hello_pause(num_sent: int, chance: float, *, is_refused: bool = False) -> float:
     """Seconds to wait for an answer to the last of so many greetings; `chance` is in [0, 1)."""
-    longest = min(HELLO_RETRY_MAX_S, HELLO_RETRY_S * 2.0 ** min(num_sent - 1, 16))
+    bound_s = REFUSED_RETRY_MAX_S if is_refused else HELLO_RETRY_MAX_S
+    longest = min(bound_s, HELLO_RETRY_S * 2.0 ** min(num_sent - 1, 16))
     return longest * (1 + HELLO_JITTER * (2 * chance - 1))

@@ -1,7 +1,6 @@
-"""Handshake, liveness and region exchange with the workers of the other role, and with routers.
+"""The workers of the other role, and routers: who is there, and what they may be sent.
 
-The one who dials says Hello, the other answers Welcome once its connector has loaded the dialler's
-regions, or Reject with the field that differs. States: see `kvxfer.control.session`.
+States: see `kvxfer.control.session`; how peers get to know one another: `worker.greeting`.
 """
 
 from __future__ import annotations
@@ -15,22 +14,18 @@ from kvxfer.config import WorkerOptions
 from kvxfer.control.channel import Channel
 from kvxfer.control.facts import RankFacts, WorkerFacts
 from kvxfer.control.messages import (
-    WIRE_VERSION,
     Goodbye,
-    Hello,
     Message,
     RegionsAck,
-    Reject,
-    Welcome,
 )
 from kvxfer.control.resync_messages import HelloWanted, RegionsAt
-from kvxfer.control.session import Peer, PeerState, agree
-from kvxfer.errors import ControlError, HandshakeRejected, KvxferError, WireError, WorkerDied
+from kvxfer.control.session import Peer, PeerState
+from kvxfer.errors import ControlError, KvxferError, WireError, WorkerDied
 from kvxfer.transfer.lane_costs import LaneCosts
 from kvxfer.transfer.lanes import Lane
 from kvxfer.transfer.regions import RegionSet
+from kvxfer.worker.greeting import Greeting
 from kvxfer.worker.holders import Holders
-from kvxfer.worker.incarnations import Incarnations
 from kvxfer.worker.liveness import Liveness
 from kvxfer.worker.region_exchange import RegionExchange
 from kvxfer.worker.transfer_thread import TransferThread
@@ -56,24 +51,23 @@ class PeerTable:
         self.facts = facts
         self.where: Callable[[], RegionsAt] = lambda: RegionsAt(0, 0)
         """What is registered here."""
-        self._incarnations = Incarnations()
         self._liveness = Liveness(channel, facts, options.peer_timeout_s)
         self._transfer_timeout_s = options.transfer_timeout_s
         self._tests_lanes = options.lane_test
         self._exit_on_loss = options.on_peer_loss == "exit"
         self._peers: dict[str, Peer] = {}
+        self.was_ready = False
+        """Whether KV could ever flow to or from anybody."""
         self.on_met: Callable[[Peer], None] = lambda peer: None
         """Where both sides try lanes out: one is to be chosen, and `settle` to be called."""
         self.on_ready: Callable[[Peer], None] = lambda peer: None
         self.on_lost: Callable[[Peer, str], None] = lambda peer, reason: None
         self.holders = Holders()
         self.exchange = RegionExchange(self)
+        self.greeting = Greeting(self)
         self.handlers: dict[type, Callable[[str, Any], None]] = {
-            Hello: self.on_hello,
-            Welcome: self._on_welcome,
-            Reject: self._on_reject,
             Goodbye: self._on_goodbye,
-            HelloWanted: self._on_hello_wanted,
+            **self.greeting.handlers,
             **self.exchange.handlers,
         }
         self.on_revoked: Callable[[Peer, list[int]], None] = lambda peer, lowest: None
@@ -88,6 +82,16 @@ class PeerTable:
 
     def get(self, key: str) -> Peer | None:
         return self._peers.get(key)
+
+    def all(self) -> list[Peer]:
+        return list(self._peers.values())
+
+    def dialled(self) -> list[Peer]:
+        """Those whom we dialled, in whatever state: that they stay known is what lets us go on."""
+        return [peer for peer in self._peers.values() if peer.key.startswith("out:")]
+
+    def add(self, peer: Peer) -> None:
+        self._peers[peer.key] = peer
 
     def require(self, key: str) -> Peer:
         """The ready worker behind `key`. Raises WireError for anybody else."""
@@ -147,95 +151,12 @@ class PeerTable:
         if key in self._peers:
             self._peers[key].last_seen_s = time.monotonic()
 
-    def on_hello(self, key: str, hello: Hello) -> None:
-        if hello.wire_version != WIRE_VERSION:
-            self._reject(key, HandshakeRejected("wire_version", WIRE_VERSION, hello.wire_version))
-        elif hello.facts is None:
-            self._peers[key] = Peer(key, time.monotonic(), PeerState.READY)
-            self.send(key, Welcome(WIRE_VERSION, self.facts(0), ""))
-        else:
-            self._greet(key, hello.facts)
-
-    def _greet(self, key: str, facts: WorkerFacts) -> None:
-        """Idempotent: a Hello that is repeated is answered again."""
-        peer = self._peers.get(key) or Peer(key, time.monotonic())
-        try:
-            self._incarnations.check(facts)
-            peer.learn(facts, agree(self.facts(0), facts))
-        except KvxferError as error:
-            self._reject(key, error)
-            return
-        self._peers[key] = peer
-        self._replace_older(peer, facts)
-        invited = len(facts.ranks)
-        # What both begin with: the lane that a session before this one chose is not asked about.
-        lane = str(peer.lanes[0])
-        self._load(peer, lambda: Welcome(WIRE_VERSION, self.facts(invited), lane))
-
-    def _replace_older(self, peer: Peer, facts: WorkerFacts) -> None:
-        """Drop all that an older process of the same worker had, if this one is new."""
-        for old in list(self._peers.values()):
-            if old is not peer and old.facts and old.name == facts.worker_id:
-                self.lose(old.key, "a new process of the same worker is here")
-        self.holders.met(peer, facts)
-        if self._incarnations.met(facts):
-            self.on_fenced(facts.worker_id)
-
-    def _reject(self, key: str, error: KvxferError) -> None:
-        logger.warning("refused %s: %s", key, error)
-        if isinstance(error, HandshakeRejected):
-            reject = Reject(error.field, str(error.theirs), str(error.ours))
-        else:
-            reject = Reject("facts", "", str(error))
-        self._channel.send(key, reject)
-
-    def _on_welcome(self, key: str, welcome: Welcome) -> None:
-        peer = self._peers.get(key)
-        if peer is None or not key.startswith("out:"):
-            raise WireError(f"Welcome from {key}, whom nobody greeted")
-        if welcome.wire_version != WIRE_VERSION:
-            raise HandshakeRejected("wire_version", WIRE_VERSION, welcome.wire_version)
-        facts = welcome.facts
-        if self._incarnations.is_over(facts):
-            return  # under way since before the one that we know was started
-        self._check_unique(peer, facts)
-        if peer.is_met and peer.facts and peer.facts.incarnation == facts.incarnation:
-            return  # the answer to a Hello that was repeated
-        lanes = agree(self.facts(0), facts)
-        if welcome.lane != str(lanes[0]):
-            raise HandshakeRejected("lane", lanes[0], welcome.lane)
-        if peer.is_met:
-            self.lose(key, "a new process answers")
-        peer.state = PeerState.GREETING
-        peer.learn(facts, lanes)
-        self._replace_older(peer, facts)
-        self._load(peer, None)
-
-    def _check_unique(self, peer: Peer, facts: WorkerFacts) -> None:
-        """Raises WireError where somebody else of the same id is met: which of them is the newer
-        one shows once the other has gone."""
-        for other in self._peers.values():
-            if other is not peer and other.is_met and other.name == facts.worker_id:
-                raise WireError(f"{peer.key}: worker_id {facts.worker_id!r} is {other.key}'s")
-
-    def _on_reject(self, key: str, reject: Reject) -> None:
-        """Whom we dialled will not have us: nothing that waiting could mend."""
-        if key.startswith("out:"):
-            raise HandshakeRejected(reject.field, reject.ours, reject.theirs)
-        raise WireError(f"Reject from {key}, whom nobody greeted")
-
     def _on_goodbye(self, key: str, goodbye: Goodbye) -> None:
         self.lose(key, f"it left: {goodbye.reason}", left=True)
 
-    def _on_hello_wanted(self, key: str, wanted: HelloWanted) -> None:
-        """Whom we dialled restarted or lost us. Nothing to do where we are greeting it anyway."""
-        peer = self._peers.get(key)
-        if peer is not None and peer.is_met and key.startswith("out:"):
-            self.lose(key, "it does not know us any more")
-
     # --- life cycle ---------------------------------------------------------------------------
 
-    def _load(self, peer: Peer, answer: Callable[[], Message] | None) -> None:
+    def load(self, peer: Peer, answer: Callable[[], Message] | None) -> None:
         """Give all of the peer's regions to the connector; then it is ready."""
         assert peer.facts is not None
         at = peer.epoch, peer.regions.generation
@@ -267,6 +188,8 @@ class PeerTable:
         if peer.state is PeerState.MET:
             peer.state = PeerState.READY
             peer.num_hellos = 0
+            peer.refusal = None
+            self.was_ready = True
             logger.info("peer %s is ready, lane: %s", peer.name, lane)
             self.on_ready(peer)
 

@@ -92,7 +92,7 @@ EXAMPLES = [
     m.LaneTrial("t", 32, [3, 4]),
     m.LaneReady("t", [1, 2]),
     m.LanePush("t", "nixl/push", 32),
-    m.LanePushed("t", "nixl/push", 1_000, ""),
+    m.LanePushed("t", "nixl/push", 32, 1_000, ""),
     m.LaneChosen("t", "nixl/push", 3.5, ["nixl/push", "nixl/pull"]),
 ]
 every_example = pytest.mark.parametrize("message", EXAMPLES, ids=lambda x: type(x).__name__)

@@ -1,5 +1,5 @@
-"""Clusters that leave nothing behind."""
+"""Clusters that leave nothing behind, and messages that are lost or sent twice."""
 
-from support.fixtures import cluster
+from support.fixtures import cluster, losing, repeating
 
-__all__ = ["cluster"]
+__all__ = ["cluster", "losing", "repeating"]

@@ -8,7 +8,6 @@ from support.prefill_wire import NUM_TOKENS, confirmed, done, granted, meet, rea
 from decode import schedule
 from decode.schedule import RequestState
 from kvxfer.control.admission_messages import Granted, Starting
-from kvxfer.control.channel import Channel
 from kvxfer.control.messages import (
     Abort,
     Aborted,
@@ -29,27 +28,6 @@ both_lanes = pytest.mark.parametrize("lane", ["push", "pull"])
 def soon(monkeypatch):
     monkeypatch.setattr(schedule, "ASK_PAUSE_S", 0.1)
     monkeypatch.setattr(schedule, "ASK_PAUSE_MAX_S", 0.2)
-
-
-@pytest.fixture
-def losing(monkeypatch):
-    """Call with types: the first message of each, or as many as told, never arrives."""
-    left = {}
-    original = Channel.send
-
-    def send(self, peer, message):
-        if left.get(type(message), 0):
-            left[type(message)] -= 1
-            return
-        original(self, peer, message)
-
-    monkeypatch.setattr(Channel, "send", send)
-
-    def lose(*kinds, count=1):
-        left.update(dict.fromkeys(kinds, count))
-        return left
-
-    return lose
 
 
 LOST = [
@@ -80,15 +58,8 @@ def test_a_lost_message_of_a_hand_over_is_made_up_for(cluster, losing, lane, kin
 
 
 @pytest.mark.parametrize("lane, kind", LOST, ids=lambda one: getattr(one, "__name__", one))
-def test_a_message_that_comes_twice_changes_nothing(cluster, monkeypatch, lane, kind):
-    original = Channel.send
-
-    def send(self, peer, message):
-        original(self, peer, message)
-        if isinstance(message, kind):
-            original(self, peer, message)
-
-    monkeypatch.setattr(Channel, "send", send)
+def test_a_message_that_comes_twice_changes_nothing(cluster, repeating, lane, kind):
+    repeating(kind)
     prefill, decode = cluster.pair(lane, prefill={"kv_stream_bytes": 1})
     sent = [cluster.send(decode, num_tokens=n) for n in (3, 19)]
     cluster.finish(*sent)
@@ -115,16 +86,8 @@ def test_a_lost_message_of_a_late_grant_is_made_up_for(cluster, losing, lane, ki
 
 @both_lanes
 @pytest.mark.parametrize("kind", [PrefillRequest, Starting, Granted])
-def test_a_message_of_a_late_grant_that_comes_twice_changes_nothing(
-    cluster, monkeypatch, lane, kind
-):
-    original = Channel.send
-
-    def send(self, peer, message):
-        for _ in range(2 if isinstance(message, kind) else 1):
-            original(self, peer, message)
-
-    monkeypatch.setattr(Channel, "send", send)
+def test_a_message_of_a_late_grant_that_comes_twice_changes_nothing(cluster, repeating, lane, kind):
+    repeating(kind)
     prefill, decode = cluster.pair(lane)
     sent = [cluster.send(decode, num_tokens=19) for _ in range(6)]
     cluster.finish(*sent)
@@ -171,6 +134,38 @@ def test_a_lost_end_of_what_was_given_up_is_made_up_for(cluster, losing, lane, k
         cluster.until_idle()
         return
     cluster.until(lambda: decode.is_idle())  # nobody else writes: prefill's deadline ends its side
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Abort, Aborted])
+def test_what_an_earlier_session_gave_up_is_asked_about_until_it_is_answered(cluster, losing, kind):
+    """Blocks of all grants come back, though nobody was fenced."""
+    prefill, decode = cluster.pair("push")
+    prefill.runner.hold()
+    sent = [cluster.send(decode, num_tokens=17) for _ in range(2)]
+    cluster.until(lambda: prefill.role.status()["jobs"] == 2)
+    left = losing(kind, count=7)
+    for worker in (prefill, decode):
+        worker.peers.lose(worker.peers.ready()[0].key, "the test says so")
+    prefill.runner.release()
+    cluster.finish(*sent)
+    assert decode.pools.counts().quarantined > 0
+    cluster.until_idle()
+    assert left[kind] < 7, "some were lost; Failed may have come before all were"
+
+
+@pytest.mark.slow
+@both_lanes
+@pytest.mark.parametrize("kind", [GrantQuery, GrantUnknown])
+def test_a_grant_that_was_never_heard_of_is_found_out_whatever_is_lost(cluster, losing, lane, kind):
+    _, decode = cluster.pair(lane)
+    left = losing(PrefillRequest)
+    losing(kind, count=3)
+    sent = cluster.send(decode, num_tokens=17)
+    cluster.finish(sent)
+    sent.check_equal()
+    assert left[kind] == left[PrefillRequest] == 0
+    cluster.until_idle()
 
 
 def test_silence_is_asked_about_later_and_later(cluster):

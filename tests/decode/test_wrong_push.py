@@ -172,6 +172,31 @@ def test_an_abort_that_was_lost_is_sent_again_when_the_peer_is_back(cluster):
     cluster.until_idle()
 
 
+def test_another_worker_at_the_same_address_cannot_end_a_quarantine(cluster):
+    """It never heard of the grant, and says so; who has it may still write. Its own successor, or
+    itself, can end it."""
+    wire, decode = meet(cluster, "push")
+    sent, asked = granted(cluster, wire, decode)
+    ids = asked.request_id, asked.grant.grant_id
+    cluster.router.cancel(sent.completion)
+    cluster.until(lambda: len(wire.of(Abort)) == 1)
+    decode.peers.lose(decode.peers.ready()[0].key, "the test says so")
+    cluster.until(lambda: len(wire.of(Hello)) == 2)
+    wire.send(wire.welcome("push", worker_id="other", incarnation="o"))
+    cluster.until(lambda: [one.name for one in decode.peers.ready()] == ["other"])
+    for word in (Aborted(*ids), Failed(*ids, "no"), done(asked)):
+        wire.send(word)
+    cluster.turn_for(0.1)
+    assert len(wire.of(Abort)) == 1, "it is not asked either"
+    assert decode.pools.counts().quarantined == 4
+    decode.peers.lose(decode.peers.ready()[0].key, "the test says so")
+    cluster.until(lambda: len(wire.of(Hello)) == 3)
+    wire.send(wire.welcome("push"))
+    cluster.until(lambda: len(wire.of(Abort)) == 2)
+    wire.send(Aborted(*ids))
+    cluster.until_idle()
+
+
 def test_an_unasked_aborted_ends_the_request(cluster):
     wire, decode = meet(cluster, "push")
     sent, asked = granted(cluster, wire, decode)

@@ -139,6 +139,18 @@ def test_an_abort_of_what_is_over_is_answered_too(cluster, lane):
     settled(cluster, prefill)
 
 
+def test_an_abort_of_whom_it_has_not_met_is_not_answered(cluster):
+    """It was granted to somebody who was at this address before, and may still write."""
+    prefill, wire = cluster.add("prefill"), cluster.wire("decode")
+    wire.dial(prefill)
+    cluster.until(lambda: wire.says(Abort("never", "heard of", "why")))
+    cluster.turn_for(0.05)
+    assert not wire.of(Aborted)
+    greet(cluster, wire)
+    wire.send(Abort("never", "heard of", "why"))
+    cluster.until(lambda: bool(wire.of(Aborted)))
+
+
 def test_an_abort_names_a_grant_and_leaves_others_alone(cluster):
     prefill, wire = meet(cluster, "push")
     prefill.runner.hold()

@@ -191,8 +191,9 @@ class Attack:
         role = self.decode.role
         given_up = [*role._requests.values(), *role._quarantine]
         owing = [(one.prefill, one.prefill_name) for one in given_up if one.prefill]
-        owing += [(trial.peer, trial.peer.name) for trial in role._lane_trials._ending]
-        for name in {name for peer, name in owing if not peer.is_met}:
+        owing += [(trial.peer, trial.peer_name) for trial in role._lane_trials._ended]
+        gone = {name for peer, name in owing if not (peer.is_met and peer.name == name)}
+        for name in gone:
             self.decode.peers.on_fenced(name)
 
     @property

@@ -4,31 +4,50 @@ from __future__ import annotations
 
 import re
 import signal
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
 
-from support.service import PEER_TIMEOUT_S, ROLES, Service, check_ended, until
+from support.cache_orders import CacheOrders, wake
+from support.service import (
+    PEER_TIMEOUT_S,
+    RECOVERY_TIMEOUT_S,
+    ROLES,
+    Service,
+    check_ended,
+    until,
+)
 from support.state_hooks import Order
 
 import decode.lane_trials
 import decode.schedule
 import prefill.job
 from kvxfer.control import session
+from kvxfer.control.cache_messages import Shrink, Sleep, WakeUp
+from kvxfer.worker import growth, residency
 from kvxfer.worker.admission import GRANTS_AHEAD
 
 SHORT_S = 0.2
 """Well within the peer's deadline, which is 1 s."""
 LONG_S = PEER_TIMEOUT_S + 0.4
-FIRE_TIMEOUT_S = 6.0
+FIRE_TIMEOUT_S = 15.0
+"""To reach a state: longer than a choice of lanes may take (5 s) that is begun again."""
 FAULTS = ("kill", "restart", "stop, and go on in time", "stop, and go on too late")
 
 TABLES: dict[type[Enum], ModuleType] = {
     decode.schedule.RequestState: decode.schedule,
     prefill.job.JobState: prefill.job,
     session.PeerState: session,
+    residency.ResidencyState: residency,
+    growth.GrowthState: growth,
 }
-OWNERS = {session.PeerState: ("prefill:", "decode:")}
+BOTH = ("prefill:", "decode:")
+OWNERS = dict.fromkeys((session.PeerState, residency.ResidencyState, growth.GrowthState), BOTH)
+FEW_BLOCKS = 8
+"""What a cache shrinks to, as far as its chunks let it (68)."""
+LONG_PROMPT = 300
+"""Tokens, of more blocks than that: it makes the cache grow again."""
 
 
 def table(module: ModuleType) -> list[str]:
@@ -76,11 +95,20 @@ def all_cases(state: str, at: str = "entry") -> list[Case]:
 def run_case(service: Service, case: Case) -> dict[str, int]:
     """Reach the state, do the fault there, and check; how the requests ended, counted."""
     victim = str(service[case.victim].pid_path)
-    Order(case.state, victim, case.number, at=case.at).place(service.order_path(case.owner))
-    _provoke(service, case)
-    until(lambda: _listen_until_fired(service, case), FIRE_TIMEOUT_S, f"{case}: reached")
-    _follow_up(service, case)
-    found = service.collect()
+    order = Order(case.state, victim, case.number, at=case.at)
+    with ExitStack() as undo:
+        if "ResidencyState" in case.state or "GrowthState" in case.state:
+            cache = undo.enter_context(CacheOrders(service.addresses[case.owner]))
+            _provoke_cache(service, case, cache, order)
+        else:
+            order.place(service.order_path(case.owner))
+            _provoke(service, case)
+        until(lambda: _listen_until_fired(service, case), FIRE_TIMEOUT_S, f"{case}: reached")
+        _follow_up(service, case)
+        found = service.collect()
+    if "ResidencyState" in case.state:
+        awake = wake(service.addresses[case.owner], RECOVERY_TIMEOUT_S)
+        assert not awake, f"{case}: {awake}\n{service.tails()}"
     service.recover()
     service.check_idle()
     return check_ended(found)
@@ -113,6 +141,27 @@ def _provoke(service: Service, case: Case) -> None:
         service.listen(0.01)
         for one in asked:
             service.cancel(one)
+
+
+def _provoke_cache(service: Service, case: Case, cache: CacheOrders, order: Order) -> None:
+    """The cache goes and comes back, or grows, while prompts are under way."""
+    path = service.order_path(case.owner)
+    if "GrowthState" in case.state:
+        few = cache.ask(Shrink([FEW_BLOCKS], 2.0))
+        assert not few.problem, few
+        order.place(path)
+        service.ask(LONG_PROMPT)
+        service.ask(28)
+    elif case.state.endswith(("RESTORING", "AWAKE")):
+        slept = cache.ask(Sleep(2.0))
+        assert not slept.problem, slept
+        order.place(path)
+        cache.say(WakeUp())
+    else:
+        order.place(path)
+        service.ask(28)
+        service.ask(28)
+        cache.say(Sleep(2.0))
 
 
 def _follow_up(service: Service, case: Case) -> None:

@@ -75,12 +75,12 @@ class StateHooks:
 
 def install(role: str, path: Path) -> None:
     """Watch all states of a worker of this role."""
-    import decode.lane_trials
     import decode.schedule
+    import decode.trial
     import prefill.job
     import prefill.lane_trials
     from kvxfer.control import session
-    from kvxfer.worker import residency
+    from kvxfer.worker import growth, residency
     from kvxfer.worker.loop import ControlLoop
 
     hooks = StateHooks(path)
@@ -94,9 +94,10 @@ def install(role: str, path: Path) -> None:
 
     _watch(session.Peer, "state", peer_entered)
     _watch(residency.Residency, "state", lambda _, state: hooks.entered(f"{role}:{_name(state)}"))
-    _watch(decode.lane_trials._Trial, "trial_id", lambda *_: hooks.entered("LaneTrials.ASKED"))
+    _watch(growth.CacheGrowth, "_state", lambda _, state: hooks.entered(f"{role}:{_name(state)}"))
+    _watch(decode.trial.Trial, "trial_id", lambda *_: hooks.entered("LaneTrials.ASKED"))
     _watch(
-        decode.lane_trials._Trial,
+        decode.trial.Trial,
         "source",
         lambda _, blocks: blocks and hooks.entered("LaneTrials.TRYING"),
     )

@@ -158,7 +158,7 @@ def test_a_transport_that_will_not_connect_is_tried_again_with_pauses(cluster, m
     prefill, decode = idle_pair(cluster)
     decode.connector.refuse.add("connect")
     greeted = []
-    on_hello = prefill.peers.on_hello
+    on_hello = prefill.peers.greeting._on_hello
     prefill.loop._handlers[Hello] = lambda key, hello: (greeted.append(key), on_hello(key, hello))
     cluster.turn_for(0.9)
     assert 2 <= len(greeted) <= 6
