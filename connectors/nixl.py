@@ -18,11 +18,11 @@ Facts, measured with nixl 1.5.1 (UCX 1.23) on Linux, two processes unless said:
 - The first transfer with a peer makes the connection: 55-120 ms on the host, over cross-memory
   attach and TCP alike, against 0.3-1 later. On GPUs the first over new regions ran at a tenth of
   the rate. So of every peer, and on GPUs of every new region, a little is read ahead of use.
-- UCX answers a read over TCP, and acknowledges a small write, by a message that must not fail: where
-  its send meets a connection that has just broken, UCX aborts the *owner* ("unexpected error:
-  Endpoint timeout"; read in its source, ucp/rma/rma_sw.c and ucp_request.inl). Seen twice when a
-  peer was killed, in some 4,000 kills at every state; not in 72 kills in the middle of large
-  transfers. No setting of UCX's is known against it. So nothing is read that need not be.
+- UCX answers a read over TCP, and acknowledges a small write, by a message that must not fail.
+  Where its send meets a connection that has just broken, UCX aborts the *owner* ("unexpected
+  error: Endpoint timeout"; read in its source, ucp/rma/rma_sw.c and ucp_request.inl). Seen twice
+  in some 4,000 kills of a peer at every state; not in 72 kills in the middle of large transfers.
+  No setting of UCX's is known against it. So nothing is read that need not be.
 - NIXL drops a peer's metadata by itself when the connection breaks, but not the connection:
   `remove_remote_agent` is still needed before the peer can be added again. It takes unknown names.
 - The C++ side prints to stderr unless NIXL_LOG_LEVEL=FATAL.
