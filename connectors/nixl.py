@@ -65,7 +65,8 @@ class _Transfer:
     handle: Any
     agent: str
     used: tuple[UnitList, ...] = ()
-    failure: ConnectorError | None = None
+    failure: str | None = None
+    """No exception: what its traceback refers to, this and the agent, would live on in a cycle."""
 
 
 class NixlAgent(Agent):
@@ -213,13 +214,13 @@ class NixlAgent(Agent):
             with translated(f"transfer with {made.agent}"):
                 self._agent.transfer(made.handle)  # check_xfer_state will repeat its answer
         except ConnectorError as failure:
-            return replace(made, failure=failure)  # some runs may have moved
+            return replace(made, failure=str(failure))  # some runs may have moved
         return made
 
     def is_finished(self, handle: _Transfer) -> bool:
         try:
             if handle.failure is not None:
-                raise handle.failure
+                raise ConnectorError(handle.failure)
             with translated("check_xfer_state"):
                 state = self._agent.check_xfer_state(handle.handle)
             if state not in ("DONE", "PROC"):

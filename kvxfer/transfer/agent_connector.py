@@ -64,7 +64,7 @@ class AgentConnector(Connector):
         """Earlier ones, which peers or transfers of ours may still use."""
         self._ending: list[AgentEpoch] = []
         """Those of which no peer uses any more."""
-        self._has_lost = False
+        self._wear = 0
         self._is_closed = False
 
     def exercise(self, scratch: MemoryWindow) -> ExitStack:
@@ -110,7 +110,7 @@ class AgentConnector(Connector):
         self._epoch.rest()
         self._past.append(self._epoch)
         self._epoch = fresh
-        self._has_lost = False
+        self._wear = 0
         return self.describe(left)
 
     def retire(self, kept: Collection[int]) -> None:
@@ -191,15 +191,15 @@ class AgentConnector(Connector):
         self._told.pop(peer, None)
         remote = self._peers.pop(peer, None)
         if remote is not None:
-            self._has_lost = True
+            self._wear += 1
             self._leave(remote.agent, f"peer {peer} was disconnected")
 
     def is_leaving(self, agent: str) -> bool:
         return any(epoch.leaves_life(life_of(agent)) for epoch in self._epochs())
 
     @property
-    def is_worn(self) -> bool:
-        return self.renews_agent and self._has_lost
+    def wear(self) -> int:
+        return self._wear + self._epoch.num_failed if self.renews_agent else 0
 
     def close(self) -> None:
         """Waits up to 5 s for transfers in progress.

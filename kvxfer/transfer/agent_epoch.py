@@ -2,8 +2,9 @@
 
 Facts relied on (nixl 1.5.1, UCX 1.23, two processes; measured):
 - What a transport knows of a peer only grows, and each time that two living agents lose and meet
-  each other it keeps a socket or two at either end. All of it goes with either of the two agents:
-  so a new one is begun, and the old one ended once nobody uses it.
+  each other it keeps a socket or two at either end; one, each time that it cannot reach a peer. All
+  of it goes with the agent, where two live with either: so a new one is begun, and the old one
+  ended once nobody uses it.
 - An agent that ends under a peer's transfer over TCP takes its process along (SIGSEGV, 3 of 3
   runs). Under cross-memory attach the transfer goes on. So an agent whose users have not all let go
   is kept, however long that takes.
@@ -54,6 +55,8 @@ class AgentEpoch:
     name: str
     agent: Agent
     warming: Warming = field(default_factory=Warming)
+    num_failed: int = 0
+    """Times that a peer could not be learnt."""
     _handles: dict[Region, Any] = field(default_factory=dict)
     _known: set[str] = field(default_factory=set)
     _leaving: set[str] = field(default_factory=set)
@@ -79,7 +82,11 @@ class AgentEpoch:
 
     def learn(self, remote: RemotePeer, metadata: bytes) -> None:
         """Know more of a peer's agent. Raises ConnectorError and changes nothing."""
-        self.agent.add_peer(remote, metadata)
+        try:
+            self.agent.add_peer(remote, metadata)
+        except ConnectorError:
+            self.num_failed += 1
+            raise
         self._known.add(remote.agent)
         self._leaving.discard(remote.agent)
 

@@ -105,9 +105,10 @@ class Connector(ABC):
         """
 
     @property
-    def is_worn(self) -> bool:
-        """Whether something may be kept of peers that were lost, until a new epoch. Any thread."""
-        return False
+    def wear(self) -> int:
+        """Peers that were lost, or could not be reached, in this epoch: so many connections may be
+        kept of which nobody has any use, until another one. Any thread may ask."""
+        return 0
 
     def invite(self) -> bytes:
         """A one-time right to connect to us, for one Hello; b"" where none is asked for.

@@ -78,6 +78,7 @@ class WorkerParts:
             "is_sleeping": int(self.residency.state is ResidencyState.ASLEEP),
             "tombstone_bytes": self.residency.retired.tombstone_bytes,
             "pinned_bytes": self.residency.retired.pinned_bytes,
+            "retired_agents": self.residency.retired.num_epochs,
             "budget_bytes": self.engine.budget.kv_bytes,
             "blocks_total": counts.total,
             "blocks_free": counts.free,

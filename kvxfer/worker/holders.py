@@ -30,6 +30,8 @@ class Holders:
         """Keys of those who were told of the newest revocation and have not acknowledged it."""
         self._lost: dict[str, _Lost] = {}
         """By worker id, or by key where it never said who it is."""
+        self._astray: dict[str, str] = {}
+        """Incarnations of lost peers that we dialled, whatever they have let go of; by worker id."""
         self.came_back: set[str] = set()
         """Lost peers that we dialled and that live after all: what a transport kept of them goes
         with the next epoch. Worker ids."""
@@ -54,6 +56,8 @@ class Holders:
             return
         told = set(range(peer.told_epoch, epoch + 1)) if peer.is_met else set()
         incarnation = peer.facts.incarnation if peer.facts else ""
+        if peer.key.startswith("out:"):
+            self._astray[peer.name] = incarnation
         before = self._lost.get(peer.name)
         if before is not None and before.incarnation == incarnation:
             told |= before.epochs
@@ -62,6 +66,8 @@ class Holders:
     def met(self, peer: Peer, facts: WorkerFacts) -> None:
         """A process said who it is: an older one of the same worker is dead, and it may be the one
         whom we greeted before in vain."""
+        if self._astray.pop(facts.worker_id, "") == facts.incarnation:
+            self.came_back.add(facts.worker_id)
         unnamed = self._lost.pop(peer.key, None)
         if unnamed is not None:
             unnamed.incarnation = facts.incarnation
@@ -70,10 +76,8 @@ class Holders:
             return
         if before.incarnation != facts.incarnation:
             del self._lost[facts.worker_id]
-            return
-        self._lost[facts.worker_id] = before
-        if peer.key.startswith("out:"):
-            self.came_back.add(facts.worker_id)
+        else:
+            self._lost[facts.worker_id] = before
 
     def names(self) -> list[str]:
         """Lost peers that may still come."""

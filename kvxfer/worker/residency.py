@@ -54,6 +54,8 @@ from kvxfer.worker.transfer_thread import TransferThread
 logger = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 3600.0
+MOST_WEAR = 8
+"""Connections that a transport may keep without use before peers meet a new agent."""
 SLEEPS = "the cache sleeps"
 
 
@@ -164,13 +166,13 @@ class Residency:
     # --- the way down ---------------------------------------------------------------------------
 
     def _is_renewal_due(self) -> bool:
-        """Peers came back that had been lost, and their transport kept something of that."""
+        """Whether the transport keeps what nobody uses: of peers that came back after they had been
+        lost, or of many that could not be reached."""
         came_back = self._peers.holders.came_back
-        if not came_back or self.state is not ResidencyState.AWAKE or not self._peers.is_settled:
+        if self._transfer.wear < (1 if came_back else MOST_WEAR):
             return False
-        if not self._transfer.is_worn:
-            came_back.clear()
-        return bool(came_back) and self._growth.is_idle
+        is_calm = self._peers.is_settled and self._growth.is_idle
+        return is_calm and self.state is ResidencyState.AWAKE
 
     def _begin(self, task: CacheTask, timeout_s: float) -> None:
         if self._task is not None and self._task.request == RENEW:

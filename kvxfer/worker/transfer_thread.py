@@ -93,9 +93,9 @@ class TransferThread(WorkThread):
         """Set by the control thread while a peer may be moving bytes of ours."""
 
     @property
-    def is_worn(self) -> bool:
-        """As `Connector.is_worn`, of any. Any thread may ask."""
-        return any(one.is_worn for one in self._ranks.connectors.values())
+    def wear(self) -> int:
+        """As `Connector.wear`, of the one that has most. Any thread may ask."""
+        return max((one.wear for one in self._ranks.connectors.values()), default=0)
 
     @property
     def size(self) -> int:

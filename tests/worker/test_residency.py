@@ -501,9 +501,16 @@ def test_a_new_agent_follows_the_loss_of_a_peer_that_came_back(cluster, lane):
 
 
 def test_a_request_that_comes_while_the_agent_is_renewed_waits_for_it(cluster):
+    """Also where the peer had let go of all that it was told to."""
     wire, decode = meet_prefill(cluster, "push", **ELASTIC, on_peer_loss="wait")
+    grow(cluster, decode)
+    asked(cluster, decode, "shrink", [20], 5.0)
+    (shrunk,) = wire.of(RegionsRevoke)
+    wire.received.remove(shrunk)
     decode.peers.lose(f"out:{wire.address}", "the test says so")
     cluster.until(lambda: len(wire.of(Hello)) > 1)
+    wire.send(RegionsRevoked(shrunk.epoch))
+    cluster.turn_for(0.05)
     wire.acks = False
     wire.send(wire.welcome("push"))
     cluster.until(lambda: bool(wire.of(RegionsRevoke)))
@@ -516,7 +523,7 @@ def test_a_request_that_comes_while_the_agent_is_renewed_waits_for_it(cluster):
     wire.send(RegionsRevoked(revoke.epoch))
     cluster.until(lambda: bool(answers))
     assert (answers[0].problem, answers[0].is_sleeping) == ("", True)
-    assert decode.parts.residency.epoch == 2
+    assert decode.parts.residency.epoch == 3
 
 
 def test_a_peer_that_stays_away_keeps_only_the_agents_that_it_knows(cluster, monkeypatch):
