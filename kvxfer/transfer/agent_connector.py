@@ -157,7 +157,7 @@ class AgentConnector(Connector):
             life = life_of(remote.agent)
             for epoch in self._epochs():
                 epoch.forget(remote.agent)
-            if not self._wait(lambda: not self._uses(life), _CLOSE_TIMEOUT_S):
+            if not self._wait(lambda: not self._in_use(life), _CLOSE_TIMEOUT_S):
                 self.disconnect(peer)
                 raise ConnectorError(f"peer {peer}: a transfer over its regions did not end")
         super().renew(peer, base_address, description, invitation)
@@ -249,15 +249,15 @@ class AgentConnector(Connector):
 
     def _check_at_rest(self, peer: str, agent: str) -> None:
         life = life_of(agent)
-        others = {one.agent for one in self._flights.values() if life_of(one.agent) == life}
-        if others - {agent}:
+        others = self._in_use(life) - {agent}
+        if others:
             raise ConnectorError(f"peer {peer}: what is under way with {min(others)} has not ended")
 
-    def _uses(self, life: str) -> bool:
-        """Whether something is under way with any agent of that connector."""
+    def _in_use(self, life: str) -> set[str]:
+        """Those agents of another connector with which something is under way."""
         agents = {flight.agent for flight in self._flights.values()}
-        agents |= {one.warming.reading for one in self._epochs() if one.warming.reading}
-        return life in map(life_of, agents)
+        agents |= {one.warming.reading for one in self._epochs()}
+        return {agent for agent in agents if life_of(agent) == life}
 
     def _advance(self) -> None:
         for epoch in self._epochs():

@@ -118,6 +118,7 @@ class Greeting:
         peer.state = PeerState.GREETING
         peer.learn(facts, lanes)
         self._replace_older(peer, facts)
+        self._peers.holders.renewed(peer)  # it answers when its connectors have loaded our Hello's
         self._peers.load(peer, None)
 
     def _check_unique(self, peer: Peer, facts: WorkerFacts) -> None:

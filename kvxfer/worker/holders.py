@@ -31,7 +31,7 @@ class Holders:
         self._lost: dict[str, _Lost] = {}
         """By worker id, or by key where it never said who it is."""
         self._astray: dict[str, str] = {}
-        """Incarnations of lost peers that we dialled, whatever they have let go of; by worker id."""
+        """Incarnations of lost peers that we dialled, whatever they let go of; by worker id."""
         self.came_back: set[str] = set()
         """Lost peers that we dialled and that live after all: what a transport kept of them goes
         with the next epoch. Worker ids."""
@@ -78,6 +78,13 @@ class Holders:
             del self._lost[facts.worker_id]
         else:
             self._lost[facts.worker_id] = before
+
+    def renewed(self, peer: Peer) -> None:
+        """It met the agent that it was told of last, which a connector does when nothing is under
+        way with earlier ones (`AgentConnector.connect`)."""
+        lost = self._lost.get(peer.name)
+        if lost is not None:
+            lost.epochs = {epoch for epoch in lost.epochs if epoch >= peer.told_epoch}
 
     def names(self) -> list[str]:
         """Lost peers that may still come."""

@@ -67,6 +67,8 @@ class RegionExchange:
         peer = self._peers.get(key)
         if peer is not None:
             peer.acked_generation = max(peer.acked_generation, ack.generation)
+            if peer.is_met:  # what it loads before is of an earlier session, and not said again
+                self._peers.holders.renewed(peer)
 
     def _on_query(self, key: str, query: RegionsQuery) -> None:
         peer = self._peers.get(key)

@@ -540,6 +540,22 @@ def test_a_peer_that_stays_away_keeps_only_the_agents_that_it_knows(cluster, mon
     cluster.until(lambda: retired.num_epochs == 0)
 
 
+@both_roles
+def test_an_agent_ends_once_its_lost_peer_has_met_the_next_one(cluster, monkeypatch, role):
+    """The new one is begun while the peer is away: there is no revocation for it to acknowledge."""
+    monkeypatch.setattr(revocation_module, "ACK_TIMEOUT_S", 0.1)
+    prefill, decode = cluster.pair("push", **ELASTIC)
+    owner, peer = (prefill, decode) if role == "prefill" else (decode, prefill)
+    cluster.workers.remove(peer)  # it is not turned any more: alive, and silent
+    owner.peers.lose(owner.peers.ready()[0].key, "the test says so")
+    assert asked(cluster, owner, "shrink", [4], 5.0).tombstone_bytes >= 0
+    assert owner.parts.residency.retired.num_epochs == 1
+    cluster.workers.append(peer)
+    cluster.until(lambda: bool(owner.peers.ready() and peer.peers.ready()))
+    cluster.until(lambda: owner.parts.residency.retired.num_epochs == 0)
+    serve(cluster, decode)
+
+
 def test_where_there_are_no_tombstones_memory_stays_pinned(cluster, monkeypatch):
     """As on a GPU: the cache shrinks and sleeps all the same; what a lost peer may reach stays
     mapped, is nobody's, and goes when the peer is known to be dead."""
