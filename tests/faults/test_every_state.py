@@ -35,6 +35,8 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"lane": "pull", "connector": "nixl", "environment": {"UCX_TLS": "tcp"}},
     {"lane": "auto", "connector": "peer,nixl"},
 )
+SERVICES = KINDS * max(1, len(os.sched_getaffinity(0)) // 8)
+"""At the same time: mostly they wait."""
 NAME = "every state"
 
 
@@ -58,12 +60,12 @@ class Campaign:
 
     def run(self, cases: list[Case], round_: int) -> list[Result]:
         """Which case meets which lane is chance in order, and another in each round."""
-        shares: list[queue.SimpleQueue[Case]] = [queue.SimpleQueue() for _ in KINDS]
+        shares: list[queue.SimpleQueue[Case]] = [queue.SimpleQueue() for _ in SERVICES]
         for index, case in enumerate(cases):
-            shares[(index + index // len(KINDS) + round_) % len(KINDS)].put(case)
+            shares[(index + index // len(SERVICES) + round_) % len(SERVICES)].put(case)
         threads = [
             threading.Thread(target=self._work, args=(kind, share))
-            for kind, share in zip(KINDS, shares, strict=True)
+            for kind, share in zip(SERVICES, shares, strict=True)
         ]
         for thread in threads:
             thread.start()
