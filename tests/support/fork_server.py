@@ -37,7 +37,8 @@ class ForkServer:
 
     def __enter__(self) -> ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+        given = [found] if (found := os.environ.get("PYTHONPATH")) else []
+        path = os.pathsep.join([str(TESTS.parent), str(TESTS), *given])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "support.fork_server", str(theirs.fileno())],
