@@ -220,7 +220,10 @@ class Channel:
                 return
             if not int(socket.getsockopt(zmq.EVENTS)) & _READABLE:
                 return
-            frames = self._receive(socket, key)
+            try:
+                frames = self._receive(socket, key)
+            except zmq.Again:  # its connection broke in between
+                return
             left -= sum(map(len, frames))
             if not frames:
                 continue

@@ -12,8 +12,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from support.asked import Asked
 from support.fork_server import ForkServer
-from support.service import PEER_TIMEOUT_S, Asked, Service, free_port, until
+from support.service import PEER_TIMEOUT_S, Service
+from support.service_processes import free_port, until
 from support.tcp_proxy import TcpProxy
 
 LANES: dict[str, dict[str, Any]] = {

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
+from support.asked import check_ended
 from support.fault_record import ROUNDS
 from support.fork_server import ForkServer
 from support.linked import LinkedService, skip_unless_linked
-from support.service import PEER_TIMEOUT_S, check_ended
+from support.service import PEER_TIMEOUT_S
 
 pytestmark = pytest.mark.slow
 

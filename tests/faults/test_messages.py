@@ -11,10 +11,12 @@ from contextlib import ExitStack
 from dataclasses import asdict
 
 import pytest
+from support.asked import check_ended
 from support.fault_record import ROUNDS
 from support.fork_server import ForkServer
 from support.message_proxy import Faults, MessageProxy
-from support.service import PEER_TIMEOUT_S, Service, check_ended, free_port
+from support.service import PEER_TIMEOUT_S, Service
+from support.service_processes import free_port
 from support.tcp_proxy import TcpProxy
 
 pytestmark = pytest.mark.slow

@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 from support.fork_server import ForkServer
 from support.null_process import SPEC
-from support.service import PEER_TIMEOUT_S, Service, free_port, until
+from support.service import PEER_TIMEOUT_S, Service
+from support.service_processes import free_port, until
 from support.stale_process import Stale
 
 from kvxfer.control.cache_messages import Shrink, Sleep, WakeUp

@@ -9,15 +9,10 @@ from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
 
+from support.asked import check_ended
 from support.cache_orders import CacheOrders, wake
-from support.service import (
-    PEER_TIMEOUT_S,
-    RECOVERY_TIMEOUT_S,
-    ROLES,
-    Service,
-    check_ended,
-    until,
-)
+from support.service import PEER_TIMEOUT_S, RECOVERY_TIMEOUT_S, ROLES, Service
+from support.service_processes import until
 from support.state_hooks import Order
 
 import decode.lane_trials

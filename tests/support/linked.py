@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from support.fork_server import ForkServer
-from support.service import Service, until
+from support.service import Service
+from support.service_processes import until
 
 from kvxfer.bench.netns import COMMAND_TIMEOUT_S, DEVICE, OVER_TCP, Namespaces, why_not
 

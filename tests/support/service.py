@@ -6,24 +6,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import random
 import select
 import signal
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
+from support.asked import Asked
 from support.fork_server import ForkServer
 from support.null_process import SPEC
 from support.null_runner import VOCAB_SIZE, Reference
-from support.violations import Crash, Hang, Leak, NoRecovery, WrongToken
+from support.service_processes import Process, RouterProcess, free_port, num_failed, until
+from support.violations import Crash, Hang, Leak, NoRecovery
 
 from kvxfer.control.cache_messages import CacheState, Shrink, Sleep, WakeUp
 from kvxfer.serve.completion import Backend
@@ -39,183 +37,12 @@ END_TIMEOUT_S = REQUEST_TIMEOUT_S + 4 * PEER_TIMEOUT_S
 """The longest that a request may take to its end, whatever happens."""
 RECOVERY_TIMEOUT_S = 20.0
 """On a machine that is busy with other things peers seem silent now and then, and meet again."""
-START_TIMEOUT_S = 10.0
 WRONG_LINES = {"conservation is broken": Leak, "Traceback": Crash, "Fatal Python error": Crash}
 """In the log of a worker or a router."""
-_ports = itertools.count(20_000 + os.getpid() % 400 * 20)
-_ports_lock = threading.Lock()
-
-
-def free_port() -> int:
-    """One that no ephemeral port is, so that nobody takes it while its owner is being restarted."""
-    with _ports_lock:
-        for port in _ports:
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                with contextlib.suppress(OSError):
-                    probe.bind(("127.0.0.1", port))
-                    return port
-    raise AssertionError("no port is free")
-
-
-def until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"{what}: not within {timeout_s:g} s")
-        time.sleep(0.01)
-
-
-@dataclass
-class Asked:
-    """A request, what it should come to, and how it ended ('' while it has not)."""
-
-    name: str
-    tokens: list[int]
-    max_new_tokens: int
-    reference: Reference
-    reason: str = ""
-    error: str = ""
-    output: list[int] = field(default_factory=list)
-    digests: list[str] = field(default_factory=list)
-    router: str = "router"
-    asked_s: float = field(default_factory=time.monotonic)
-    took_s: float = 0.0
-
-    @property
-    def is_served(self) -> bool:
-        return self.reason == "length"
-
-    def check(self) -> None:
-        """No wrong token, ever; all of them, and the right KV, where it says that it is whole."""
-        if self.output != self.reference.tokens[: len(self.output)]:
-            raise WrongToken(str(self))
-        if self.is_served:
-            whole = self.reference.tokens, self.reference.digests
-            if (self.output, self.digests) != whole:
-                raise WrongToken(f"{self} is not whole")
-        elif self.reason in ("error", "lost", "overloaded"):
-            assert self.error, f"no reason is given: {self}"
-        else:
-            assert self.reason == "cancelled", self
-
-
-class Process:
-    """One of the three, which may be started again at the same address."""
-
-    def __init__(self, server: ForkServer, order: dict[str, Any], log: Path) -> None:
-        self._server = server
-        self.order = order
-        self.log = log
-        self.pid_path = log.with_suffix(".pid")
-        self.role: str = order["role"]
-        self.pid = 0
-        self.starts = 0
-
-    def start(self) -> None:
-        """Returns once it is ready."""
-        self.launch()
-        self._wait_ready(time.monotonic() + START_TIMEOUT_S)
-        self.took_s = time.monotonic() - self.began_s
-
-    def launch(self) -> None:
-        """As `start`, but at once."""
-        assert not self.pid
-        self.began_s = time.monotonic()
-        self._told, theirs = os.pipe()
-        try:
-            self._fork(theirs)
-        finally:
-            os.close(theirs)
-
-    def _fork(self, told: int) -> None:
-        log = os.open(self.log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-        try:
-            self.pid = self._server.fork(self.order, log, told)
-        finally:
-            os.close(log)
-        draft = self.pid_path.with_suffix(".draft")
-        draft.write_text(str(self.pid))
-        draft.rename(self.pid_path)
-        self.starts += 1
-
-    def _wait_ready(self, deadline_s: float) -> None:
-        text = b""
-        while b'"ready"' not in text:
-            left = deadline_s - time.monotonic()
-            is_told = left > 0 and select.select([self._told], [], [], left)[0]
-            more = os.read(self._told, 4096) if is_told else b""
-            assert more, f"{self.role} did not start: {text!r}\n{self.tail()}"
-            text += more
-
-    def send(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
-
-    def wait(self, timeout_s: float = 5.0) -> int:
-        code = self._server.wait(self.pid, timeout_s)
-        self.pid = 0
-        self._close()
-        return code
-
-    def _close(self) -> None:
-        os.close(self._told)
-
-    def end(self) -> None:
-        """However it is."""
-        if self.pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-            self.wait()
-
-    def is_alive(self) -> bool:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return bool(psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE)
-        return False
-
-    def is_stopped(self) -> bool:
-        return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
-
-    def tail(self) -> str:
-        return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
-
-    def used(self) -> dict[str, int]:
-        """What it may leak: descriptors (sockets and memory among them) and threads."""
-        process = psutil.Process(self.pid)
-        return {"descriptors": process.num_fds(), "threads": process.num_threads()}
-
-    def open_files(self) -> list[str]:
-        found = []
-        for one in Path(f"/proc/{self.pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                found.append(f"{one.name} {one.readlink()}")
-        return found
-
-
-class RouterProcess(Process):
-    """Started at once, and met by workers when they are there; told and asked over a socket."""
-
-    def start(self) -> None:
-        self.launch()
-
-    def launch(self) -> None:
-        assert not self.pid
-        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._fork(theirs.fileno())
-        theirs.close()
-
-    def _close(self) -> None:
-        self.socket.close()
 
 
 def role_of(name: str) -> str:
     return name.partition("-")[0]
-
-
-def num_failed(process: Process) -> int:
-    """How often it did not reach a peer, by its own word. UCX keeps a socket of each time for as
-    long as the agent lives; after a few the worker takes another (`worker.residency`)."""
-    log = process.log.read_text(errors="replace") if process.log.exists() else ""
-    return log.count("nixlBackendError: NIXL_ERR_BACKEND")
 
 
 def named(role: str, index: int) -> str:
@@ -517,11 +344,3 @@ class Service:
 
     def tails(self) -> str:
         return "\n".join(f"--- {name}\n{p.tail()}" for name, p in self.processes.items())
-
-
-def check_ended(found: Sequence[Asked]) -> dict[str, int]:
-    """How they ended, counted."""
-    counts: dict[str, int] = {}
-    for asked in found:
-        counts[asked.reason] = counts.get(asked.reason, 0) + 1
-    return counts

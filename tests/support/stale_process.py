@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from support.fork_server import ForkServer
 from support.null_process import SPEC, null_engine
-from support.service import PEER_TIMEOUT_S, RouterProcess, until
+from support.service import PEER_TIMEOUT_S
+from support.service_processes import RouterProcess, until
 from support.wire_peer import WirePeer
 
 from connectors.nixl import NixlConnector
