@@ -18,11 +18,11 @@ Facts, measured with nixl 1.5.1 (UCX 1.23) on Linux, two processes unless said:
 - The first transfer with a peer makes the connection: 55-120 ms on the host, over cross-memory
   attach and TCP alike, against 0.3-1 later. On GPUs the first over new regions ran at a tenth of
   the rate. So of every peer, and on GPUs of every new region, a little is read ahead of use.
-- UCX answers a read over TCP, and acknowledges a small write, by a message that must not fail.
-  Where its send meets a connection that has just broken, UCX aborts the *owner* ("unexpected
-  error: Endpoint timeout"; read in its source, ucp/rma/rma_sw.c and ucp_request.inl). Seen twice
-  in some 4,000 kills of a peer at every state; not in 72 kills in the middle of large transfers.
-  No setting of UCX's is known against it. So nothing is read that need not be.
+- UCX has the owner answer a read over TCP by a message that must not fail: where its send meets a
+  connection that has just broken, UCX aborts the *owner* ("unexpected error: Endpoint timeout";
+  read in its source, ucp/rma/rma_sw.c, and seen in 3 of some 1,500 kills of a peer at every state
+  over TCP). Writes of host memory are zero-copy there and have no such answer (UCX_PROTO_INFO=y).
+  So nothing is read over TCP unless the user asks for a pull.
 - NIXL drops a peer's metadata by itself when the connection breaks, but not the connection:
   `remove_remote_agent` is still needed before the peer can be added again. It takes unknown names.
 - The C++ side prints to stderr unless NIXL_LOG_LEVEL=FATAL.
@@ -31,6 +31,7 @@ Facts, measured with nixl 1.5.1 (UCX 1.23) on Linux, two processes unless said:
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -40,12 +41,12 @@ from typing import Any
 import numpy as np
 
 from connectors.nixl_api import descriptors, load_nixl, segment_of, translated
-from connectors.nixl_environment import wants_progress_thread
+from connectors.nixl_environment import has_rdma, reads_from, wants_progress_thread
 from connectors.nixl_lists import ListCache, UnitList, lists_pay
 from kvxfer.errors import ConnectorError
 from kvxfer.transfer.agent import Agent
 from kvxfer.transfer.agent_connector import AgentConnector
-from kvxfer.transfer.connector import Direction, MemoryWindow
+from kvxfer.transfer.connector import Direction, MemoryWindow, Where
 from kvxfer.transfer.plan import TransferPlan
 from kvxfer.transfer.reach import RemotePeer
 from kvxfer.transfer.regions import Int64Array, Region, RegionSet
@@ -146,6 +147,8 @@ class NixlAgent(Agent):
 
     def warm(self, remote: RemotePeer, regions: Sequence[Region]) -> _Transfer | None:
         """All into the same few bytes of our own, which mean nothing."""
+        if not reads_from(os.environ, has_rdma()):
+            return None
         if self._segment == "DRAM":  # there it is the connection that takes time, once
             if remote.agent in self._warmed:
                 return None
@@ -292,6 +295,10 @@ class NixlConnector(AgentConnector):
 
     agent_class = NixlAgent
     preferred_layout = "LBHNC"  # vLLM's NixlConnector asks for heads outside tokens, too
+
+    @property
+    def reads_from(self) -> frozenset[Where]:
+        return reads_from(os.environ, has_rdma())
 
 
 CONNECTOR = NixlConnector

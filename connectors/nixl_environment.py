@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvxfer.errors import UsageError
+from kvxfer.transfer.connector import Where
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ PROGRESS_THREAD = "KVXFER_NIXL_PROGRESS_THREAD"
 
 CORES_TO_SPARE = 8
 
+_TCP_ALONE = {"tcp", "self", "cuda_copy", "rocm_copy"}
+"""Transports of UCX among which nothing but TCP reaches another process."""
 _RDMA = Path("/sys/class/infiniband")
 _LIVENESS = "a cut link is noticed within about 10 s, by default never; a blip of 1.5 s is survived"
 _WANTED = (
@@ -128,6 +131,14 @@ def usable_cores() -> int:
 
 def has_rdma() -> bool:
     return _RDMA.is_dir() and any(_RDMA.iterdir())
+
+
+def reads_from(environ: Mapping[str, str], has_rdma: bool) -> frozenset[Where]:
+    """As `Connector.reads_from`: UCX emulates reads over TCP. Pure."""
+    transports = {one.strip() for one in environ.get("UCX_TLS", "all").split(",")}
+    if transports <= _TCP_ALONE:
+        return frozenset()
+    return frozenset(Where) if has_rdma else frozenset({Where.HOST})
 
 
 def _setting(environ: Mapping[str, str], name: str, wanted: str, reason: str) -> Setting:

@@ -37,6 +37,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """As many as the tensor-parallel size."""
     lanes: list[str]
     """Every connector and direction on offer (`kvxfer.transfer.lanes.Lane`)."""
+    local_lanes: list[str]
+    """Of those, the ones that are for workers of one host only."""
     host: str
     """Identity of the running kernel: the same in all containers of a host."""
     device: str

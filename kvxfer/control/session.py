@@ -251,4 +251,5 @@ def _divides(mine: object, yours: object) -> bool:
 
 def _side(facts: WorkerFacts) -> LaneSide:
     """Raises WireError for what is no lane."""
-    return LaneSide(tuple(map(Lane.parse, facts.lanes)), facts.host, facts.device)
+    local = frozenset(map(Lane.parse, facts.local_lanes))
+    return LaneSide(tuple(map(Lane.parse, facts.lanes)), facts.host, facts.device, local)

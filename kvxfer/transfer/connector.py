@@ -30,6 +30,14 @@ class Direction(enum.StrEnum):
     PULL = "pull"
 
 
+class Where(enum.StrEnum):
+    """Where a peer is."""
+
+    HOST = "host"
+    """On the same one."""
+    NETWORK = "network"
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryWindow:
     """The reservation that a connector's offsets are relative to."""
@@ -103,6 +111,12 @@ class Connector(ABC):
 
         Giving an epoch up too early may end this process under a peer's transfer.
         """
+
+    @property
+    def reads_from(self) -> frozenset[Where]:
+        """Where peers are whose memory is read without work of theirs: elsewhere a reader that dies
+        may take them along, and no lane is a pull unless the user asks for one. Any thread."""
+        return frozenset(Where)
 
     @property
     def wear(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvxfer.errors import HandshakeRejected, WireError
-from kvxfer.transfer.connector import Connector, Direction
+from kvxfer.transfer.connector import Connector, Direction, Where
 
 AUTO = "auto"
 LANES = (AUTO, *Direction)
@@ -40,6 +40,8 @@ class LaneSide:
     host: str
     """Identity of the running kernel: the same in all containers of a host."""
     device: str
+    local: frozenset[Lane] = frozenset()
+    """Those of `lanes` that are for workers of one host only."""
 
 
 def offered(connectors: Mapping[str, type[Connector] | Connector], asked: str) -> list[Lane]:
@@ -49,6 +51,15 @@ def offered(connectors: Mapping[str, type[Connector] | Connector], asked: str) -
         for name, connector in connectors.items()
         for direction in Direction
         if direction in connector.directions and asked in (AUTO, direction)
+    ]
+
+
+def served(connectors: Mapping[str, Connector], lanes: Sequence[Lane], where: Where) -> list[Lane]:
+    """Those of `lanes` by which nothing is read that its owner would have to send."""
+    return [
+        lane
+        for lane in lanes
+        if lane.direction is Direction.PUSH or where in connectors[lane.connector].reads_from
     ]
 
 
@@ -62,7 +73,10 @@ def candidates(ours: LaneSide, theirs: LaneSide) -> list[Lane]:
     """
     common = [lane for lane in ours.lanes if lane in theirs.lanes]
     same_host = ours.host == theirs.host
-    usable = [lane for lane in common if same_host or lane.connector not in _ONE_HOST]
+    local = ours.local | theirs.local
+    usable = [
+        lane for lane in common if same_host or not (lane.connector in _ONE_HOST or lane in local)
+    ]
     if not usable:
         _reject(ours.lanes, theirs.lanes, "connector")
         _reject(ours.lanes, theirs.lanes, "direction", field="lane")

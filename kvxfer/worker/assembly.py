@@ -15,8 +15,8 @@ from kvxfer.control.resync_messages import RegionsAt
 from kvxfer.errors import WorkerDied
 from kvxfer.memory.limits import host_identity
 from kvxfer.telemetry.trace import Trace
-from kvxfer.transfer.connector import Direction, load_connectors
-from kvxfer.transfer.lanes import offered
+from kvxfer.transfer.connector import Direction, Where, load_connectors
+from kvxfer.transfer.lanes import AUTO, Lane, offered, served
 from kvxfer.worker.conservation import Conservation
 from kvxfer.worker.engine import Engine, start_engine
 from kvxfer.worker.growth import CacheGrowth
@@ -191,7 +191,7 @@ def _facts(
     host: str,
 ) -> Callable[[int], WorkerFacts]:
     """What this worker tells of itself, anew for each peer: with invitations for so many ranks."""
-    lanes = [str(lane) for lane in offered(engine.transfer.connectors, options.lane)]
+    lanes, local = _lanes(engine, options)
 
     def facts(num_invited: int) -> WorkerFacts:
         ranks = zip(
@@ -207,7 +207,8 @@ def _facts(
             model=engine.info.fingerprint,
             geometry=engine.cache.geometry,
             ranks=[RankFacts(*rank) for rank in ranks],
-            lanes=lanes,
+            lanes=[str(lane) for lane in lanes],
+            local_lanes=[str(lane) for lane in local],
             host=host,
             tests_lanes=options.lane_test,
             device=engine.driver.device,
@@ -218,6 +219,24 @@ def _facts(
         )
 
     return facts
+
+
+def _lanes(engine: Engine, options: WorkerOptions) -> tuple[list[Lane], list[Lane]]:
+    """What is on offer, and what of it to workers of this host only. The user's word is above what
+    may harm a peer, with a warning."""
+    connectors = engine.transfer.connectors
+    lanes = offered(connectors, options.lane)
+    safe, apart = (served(connectors, lanes, where) for where in Where)
+    if options.lane == AUTO:
+        return safe, [lane for lane in safe if lane not in apart]
+    for lane in lanes:
+        if lane not in safe:
+            logger.warning(
+                "lane: %s: over TCP its owner sends what is read, and may be ended by UCX when the "
+                "reader dies: push is safe, and quicker",
+                lane,
+            )
+    return lanes, []
 
 
 def _first_extension(parts: WorkerParts, loop: ControlLoop, announcer: Announcer) -> None:

@@ -18,6 +18,7 @@ from connectors.nixl_environment import (
     late_warning,
     prepare_environment,
     progress_thread_setting,
+    reads_from,
 )
 from kvxfer.errors import UsageError
 
@@ -39,6 +40,23 @@ def test_rdma_modules_are_left_out_only_where_there_is_no_rdma() -> None:
     without = {setting.name for setting in environment_plan({}, has_rdma=False)}
     assert without - with_rdma == {"UCX_MODULES"}
     assert with_rdma < without
+
+
+@pytest.mark.parametrize(
+    ("tls", "has_rdma", "expected"),
+    [
+        (None, False, {"host"}),
+        ("all", True, {"host", "network"}),
+        ("^cma", False, {"host"}),
+        ("shm,tcp", False, {"host"}),
+        ("tcp", False, set()),
+        ("tcp, self,cuda_copy", True, set()),
+    ],
+)
+def test_who_is_read_from_without_work_of_its_own(
+    tls: str | None, has_rdma: bool, expected: set[str]
+) -> None:
+    assert reads_from({"UCX_TLS": tls} if tls else {}, has_rdma) == expected
 
 
 @pytest.mark.parametrize(("cores", "value"), [(1, "0"), (7, "0"), (8, "1"), (128, "1")])

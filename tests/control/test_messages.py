@@ -39,6 +39,7 @@ FACTS = WorkerFacts(
     geometry=GEOMETRY,
     ranks=[RankFacts(0x7F0000000000, bytes(range(256)), [b""])],
     lanes=["nixl/push", "nixl/pull"],
+    local_lanes=[],
     host="one",
     device_id="",
     tests_lanes=True,

@@ -45,6 +45,7 @@ def make_facts(role, layout="LBHNC", capacity=16, spec=None, more=(), **changes)
         geometry=geometry,
         ranks=[RankFacts(1 << 30, b"", [])],
         lanes=LANES,
+        local_lanes=[],
         host="one",
         tests_lanes=True,
         device="cpu",

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"lane": "pull", "connector": "peer"},
     {"lane": "pull", "connector": "nixl"},
     {"lane": "push", "connector": "nixl", "environment": {"UCX_TLS": "tcp"}},
-    {"lane": "pull", "connector": "nixl", "environment": {"UCX_TLS": "tcp"}},
+    {"lane": "auto", "connector": "nixl", "environment": {"UCX_TLS": "tcp"}},
     {"lane": "auto", "connector": "peer,nixl"},
 )
 SERVICES = KINDS * max(1, len(os.sched_getaffinity(0)) // 8)
@@ -101,7 +102,11 @@ class Campaign:
 def results(
     request: pytest.FixtureRequest, fork_server: ForkServer, fault_record: FaultRecord
 ) -> Iterator[dict[str, list[Result]]]:
-    """By state, of those that are to be tested."""
+    """By state, of those that are to be tested.
+
+    UCX unlinks its shared memory right after it has made it: who is killed in between leaves it.
+    Such segments are counted, and removed; nothing else may be left.
+    """
     wanted = [
         item.callspec.params["state"]  # type: ignore[attr-defined]
         for item in request.session.items
@@ -123,8 +128,15 @@ def results(
         Figure(f"{NAME}: rounds", ROUNDS, "", 3.0, "higher", 1, 0.0),
         Figure(f"{NAME}: states reached", reached, "", len(states()), "higher", 1, 0.0),
     )
-    assert set(os.listdir("/dev/shm")) <= memory, "shared memory is left"  # noqa: PTH208
+    left = set(os.listdir("/dev/shm")) - memory  # noqa: PTH208
+    killed = {name for name in left if name.startswith("ucx_shm_posix_")}
+    for name in killed:
+        Path("/dev/shm", name).unlink(missing_ok=True)
+    fault_record.add(
+        NAME, Figure(f"{NAME}: segments that UCX left", len(killed), "", None, "lower", 1, 0.0)
+    )
     yield found
+    assert left == killed, "shared memory is left"
 
 
 def count(record: FaultRecord, result: Result) -> None:

@@ -71,6 +71,7 @@ class WirePeer:
             "geometry": self.cache.geometry,
             "ranks": [self._rank(regions, changes)],
             "lanes": [str(lane) for lane in offered(self.connectors, self.options.lane)],
+            "local_lanes": [],
             "host": host_identity(),
             "device": "cpu",
             "device_id": "",

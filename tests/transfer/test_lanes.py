@@ -6,14 +6,15 @@ import pytest
 
 from connectors.loopback import LoopbackConnector
 from kvxfer.errors import HandshakeRejected, WireError
-from kvxfer.transfer.connector import Direction
-from kvxfer.transfer.lanes import Lane, LaneSide, candidates, offered
+from kvxfer.transfer.connector import Direction, MemoryWindow, Where
+from kvxfer.transfer.lanes import Lane, LaneSide, candidates, offered, served
 
 NAMES = ["nixl/push", "nixl/pull", "peer/pull"]
 
 
-def side(*lanes, host="one", device="cpu"):
-    return LaneSide(tuple(map(Lane.parse, lanes or NAMES)), host, device)
+def side(*lanes, host="one", device="cpu", local=()):
+    named = tuple(map(Lane.parse, lanes or NAMES))
+    return LaneSide(named, host, device, frozenset(map(Lane.parse, local)))
 
 
 def names(ours, theirs):
@@ -25,6 +26,35 @@ def names(ours, theirs):
 def test_mapping_the_peers_pages_comes_first_on_one_host_and_never_between_two():
     assert names(side(), side()) == ["peer/pull", "nixl/push", "nixl/pull"]
     assert names(side(), side(host="two")) == ["nixl/push", "nixl/pull"]
+
+
+def test_what_either_side_serves_on_one_host_only_is_no_lane_between_two():
+    near = side(local=["nixl/pull"])
+    assert names(near, side()) == ["peer/pull", "nixl/push", "nixl/pull"]
+    assert names(near, side(host="two")) == ["nixl/push"]
+
+
+class TcpAlone(LoopbackConnector):
+    reads_from = frozenset()
+
+
+class NearReader(LoopbackConnector):
+    reads_from = frozenset({Where.HOST})
+
+
+def test_nothing_is_read_that_its_owner_would_have_to_send():
+    memory = MemoryWindow(4096, 4096, "cpu")
+    made = {
+        name: kind(f"lanes-{name}", memory)
+        for name, kind in (("a", TcpAlone), ("b", NearReader), ("c", LoopbackConnector))
+    }
+    lanes = offered(made, "auto")
+    assert len(lanes) == 6
+    here, apart = (set(map(str, served(made, lanes, where))) for where in Where)
+    assert here == {"a/push", "b/push", "b/pull", "c/push", "c/pull"}
+    assert apart == here - {"b/pull"}
+    for one in made.values():
+        one.close()
 
 
 @pytest.mark.parametrize("devices", [("cuda:0", "cpu"), ("cpu", "cuda:1"), ("cuda:0", "cuda:0")])
