@@ -135,7 +135,7 @@ class Residency:
     def wake_up(self, answer: Answer) -> None:
         """Have as many blocks as before `sleep`; their contents are gone."""
         task = CacheTask("WakeUp", answer)
-        if self.state is ResidencyState.AWAKE:
+        if self.state is ResidencyState.AWAKE or (self._task and self._task.request == RENEW):
             task.problem = "the cache is awake"
         elif self._task is not None:
             task.problem = f"{self._task.request} is under way"

@@ -88,3 +88,18 @@ def test_a_lane_slower_than_asked_for_is_refused(cluster):
         meet(cluster, *pair)
     cluster.remove(pair[1])
     cluster.until(pair[0].is_idle)
+
+
+def test_all_ranks_begin_new_agents_when_a_lost_peer_comes_back(cluster):
+    prefill, decode = idle_pair(cluster, (2, 2))
+    lane = meet(cluster, prefill, decode)
+    before = [transports(decode, rank)["loopback"]._epoch.name for rank in range(2)]
+    decode.peers.lose(decode.peers.ready()[0].key, "the test says so")
+    cluster.until(lambda: decode.parts.residency.epoch == 1)
+    cluster.until(lambda: decode.parts.residency.retired.num_epochs == 0)
+    after = [transports(decode, rank)["loopback"] for rank in range(2)]
+    assert not set(before) & {one._epoch.name for one in after}
+    cluster.until(lambda: not any(one._past or one._ending for one in after))
+    decode.peers.lose(decode.peers.ready()[0].key, "the lanes are tried again, by the new agents")
+    assert meet(cluster, prefill, decode).connector == lane.connector
+    cluster.until_idle()

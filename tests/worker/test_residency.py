@@ -519,6 +519,8 @@ def test_a_request_that_comes_while_the_agent_is_renewed_waits_for_it(cluster):
     cluster.turn_for(0.05)
     (revoke,) = wire.of(RegionsRevoke)
     assert (answers, revoke.regions) == ([], [])
+    decode.parts.residency.wake_up(answers.append)
+    assert answers.pop().problem == "the cache is awake"
     wire.acks = True
     wire.send(RegionsRevoked(revoke.epoch))
     cluster.until(lambda: bool(answers))
