@@ -9,10 +9,13 @@ holds of an agent: it ends once all who were told of it have renewed, or died.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from kvxfer.control.facts import WorkerFacts
 from kvxfer.control.session import Peer
+
+GRACE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -31,10 +34,10 @@ class Holders:
         self._lost: dict[str, _Lost] = {}
         """By worker id, or by key where it never said who it is."""
         self._astray: dict[str, str] = {}
-        """Incarnations of lost peers that we dialled, whatever they let go of; by worker id."""
-        self.came_back: set[str] = set()
-        """Lost peers that we dialled and that live after all: what a transport kept of them goes
-        with the next epoch. Worker ids."""
+        """Incarnations of lost peers, whatever they let go of; by worker id."""
+        self.came_back: dict[str, float] = {}
+        """Lost peers that live after all: what a transport kept of them goes with the next epoch.
+        Worker ids, and when that is due: at once where we dialled, in a while where they did."""
 
     def told(self, peer: Peer) -> None:
         self.owing.add(peer.key)
@@ -56,8 +59,7 @@ class Holders:
             return
         told = set(range(peer.told_epoch, epoch + 1)) if peer.is_met else set()
         incarnation = peer.facts.incarnation if peer.facts else ""
-        if peer.key.startswith("out:"):
-            self._astray[peer.name] = incarnation
+        self._astray[peer.name] = incarnation
         before = self._lost.get(peer.name)
         if before is not None and before.incarnation == incarnation:
             told |= before.epochs
@@ -67,7 +69,8 @@ class Holders:
         """A process said who it is: an older one of the same worker is dead, and it may be the one
         whom we greeted before in vain."""
         if self._astray.pop(facts.worker_id, "") == facts.incarnation:
-            self.came_back.add(facts.worker_id)
+            grace_s = 0.0 if peer.key.startswith("out:") else GRACE_S
+            self.came_back[facts.worker_id] = time.monotonic() + grace_s
         unnamed = self._lost.pop(peer.key, None)
         if unnamed is not None:
             unnamed.incarnation = facts.incarnation
@@ -85,6 +88,10 @@ class Holders:
         lost = self._lost.get(peer.name)
         if lost is not None:
             lost.epochs = {epoch for epoch in lost.epochs if epoch >= peer.told_epoch}
+
+    def is_renewal_due(self) -> bool:
+        now = time.monotonic()
+        return any(due_s <= now for due_s in self.came_back.values())
 
     def names(self) -> list[str]:
         """Lost peers that may still come."""

@@ -168,8 +168,7 @@ class Residency:
     def _is_renewal_due(self) -> bool:
         """Whether the transport keeps what nobody uses: of peers that came back after they had been
         lost, or of many that could not be reached."""
-        came_back = self._peers.holders.came_back
-        if self._transfer.wear < (1 if came_back else MOST_WEAR):
+        if self._transfer.wear < (1 if self._peers.holders.is_renewal_due() else MOST_WEAR):
             return False
         is_calm = self._peers.is_settled and self._growth.is_idle
         return is_calm and self.state is ResidencyState.AWAKE

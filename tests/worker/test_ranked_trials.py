@@ -101,5 +101,6 @@ def test_all_ranks_begin_new_agents_when_a_lost_peer_comes_back(cluster):
     assert not set(before) & {one._epoch.name for one in after}
     cluster.until(lambda: not any(one._past or one._ending for one in after))
     decode.peers.lose(decode.peers.ready()[0].key, "the lanes are tried again, by the new agents")
-    assert meet(cluster, prefill, decode).connector == lane.connector
+    cluster.until(lambda: decode.parts.residency.epoch == 2)
+    assert decode.peers.ready()[0].lane.connector == lane.connector
     cluster.until_idle()
