@@ -46,6 +46,7 @@ from connectors.nixl_lists import ListCache, UnitList, lists_pay
 from kvxfer.errors import ConnectorError
 from kvxfer.transfer.agent import Agent
 from kvxfer.transfer.agent_connector import AgentConnector
+from kvxfer.transfer.agent_epoch import SETTLE_S
 from kvxfer.transfer.connector import Direction, MemoryWindow, Where
 from kvxfer.transfer.plan import TransferPlan
 from kvxfer.transfer.reach import RemotePeer
@@ -294,6 +295,7 @@ class NixlConnector(AgentConnector):
     """Moves bytes with NIXL."""
 
     agent_class = NixlAgent
+    settle_s = SETTLE_S
     preferred_layout = "LBHNC"  # vLLM's NixlConnector asks for heads outside tokens, too
 
     @property

@@ -48,6 +48,8 @@ class AgentConnector(Connector):
     agent_class: ClassVar[type[Agent]]
     renews_agent: ClassVar[bool] = True
     """Whether what a peer may reach, or what is kept of one that was lost, goes with the agent."""
+    settle_s: ClassVar[float] = 0.0
+    """As `AgentEpoch`'s."""
 
     def __init__(self, agent_name: str, memory: MemoryWindow) -> None:
         self._name = agent_name
@@ -59,7 +61,7 @@ class AgentConnector(Connector):
         self._flights: dict[int, _Flight] = {}
         self._ended: list[TicketResult] = []
         self._tickets = count(1)
-        self._epoch = AgentEpoch(0, agent_name, self.agent_class(agent_name, memory))
+        self._epoch = self._begun(0, agent_name)
         self._past: list[AgentEpoch] = []
         """Earlier ones, which peers or transfers of ours may still use."""
         self._ending: list[AgentEpoch] = []
@@ -103,7 +105,7 @@ class AgentConnector(Connector):
         self._check_open()
         check_registered(self._regions, left)
         name = agent_name(self._name, epoch)
-        fresh = AgentEpoch(epoch, name, self.agent_class(name, self._memory))
+        fresh = self._begun(epoch, name)
         fresh.register(left)
         for peer, remote in self._peers.items():
             fresh.expect(remote, self._told[peer])
@@ -130,7 +132,7 @@ class AgentConnector(Connector):
         learnt = learn(self._peers, self._epoch.name, peer, base_address, told)
         self._check_at_rest(peer, learnt.agent)
         if self._epoch.is_leaving(learnt.agent):
-            self._advance()  # a broken connection is gone before the new one starts
+            self._advance(learnt.agent)  # a broken connection is gone before the new one starts
         self._epoch.learn(learnt, told.transport)
         known = self._peers.get(peer)
         is_same = known is not None and known.agent == learnt.agent
@@ -244,6 +246,9 @@ class AgentConnector(Connector):
         if self._is_closed:
             raise ConnectorError(f"connector {self._name} is closed")
 
+    def _begun(self, epoch: int, name: str) -> AgentEpoch:
+        return AgentEpoch(epoch, name, self.agent_class(name, self._memory), self.settle_s)
+
     def _epochs(self) -> list[AgentEpoch]:
         return [self._epoch, *self._past, *self._ending]
 
@@ -259,7 +264,7 @@ class AgentConnector(Connector):
         agents |= {one.warming.reading for one in self._epochs()}
         return {agent for agent in agents if life_of(agent) == life}
 
-    def _advance(self) -> None:
+    def _advance(self, at_once: str = "") -> None:
         for epoch in self._epochs():
             epoch.advance()
         for ticket, flight in list(self._flights.items()):
@@ -270,7 +275,7 @@ class AgentConnector(Connector):
                 flight.error = flight.error or str(error)
             del self._flights[ticket]
             self._ended.append(TicketResult(ticket, flight.error))
-        self._sweep()
+        self._sweep(at_once)
 
     def _leave(self, name: str, reason: str) -> None:
         for flight in self._flights.values():
@@ -280,15 +285,15 @@ class AgentConnector(Connector):
             epoch.leave(name)
         self._sweep()
 
-    def _sweep(self) -> None:
+    def _sweep(self, at_once: str = "") -> None:
         """Forget the peers' agents that are to go, and end our own that are, where no transfer
         uses them any more."""
         users: dict[AgentEpoch, set[str]] = {}
         for flight in self._flights.values():
             users.setdefault(flight.epoch, set()).add(flight.agent)
         for epoch in self._epochs():
-            epoch.sweep(users.get(epoch, set()))
+            epoch.sweep(users.get(epoch, set()), at_once)
         for epoch in list(self._ending):
-            if epoch not in users and not epoch.warming.is_under_way:
+            if epoch not in users and epoch.is_settled and not epoch.warming.is_under_way:
                 self._ending.remove(epoch)
                 epoch.end()
