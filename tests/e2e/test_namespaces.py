@@ -45,11 +45,11 @@ def test_equals_a_single_process_while_the_cache_grows(lane: str, tmp_path: Path
 
 
 def check_trial(pair: Apart) -> None:
-    """Both directions were tried when the workers met, over the link and nothing quicker."""
+    """Pushing was tried when the workers met, over the link and nothing quicker; reading was not,
+    since over TCP it may cost the owner its life."""
     values = pair.cluster.router.status(pair.cluster.decode).values
-    assert values["lane prefill-0"] in LANES
+    assert values["lane prefill-0"] == "nixl/push"
     assert 0 < float(values["lane_gbps prefill-0"]) < LINK_MBIT / 8e3
-    told = next(line for line in pair.log("decode").splitlines() if "also tried" in line)
-    assert all(lane in told for lane in LANES)
+    assert "nixl/pull" not in pair.log("decode")
     modes = {path.name: path.stat().st_mode & 0o777 for path in pair.sockets.iterdir()}
     assert modes == {"prefill": 0o600, "decode": 0o600}
