@@ -72,6 +72,20 @@ def test_silence_loses_a_peer_once(cluster):
     assert prefill.peers.ready() == []
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_long_forward_pass_does_not_look_like_death(cluster, role):
+    prefill, decode = cluster.pair("push", peer_timeout_s=1.2)
+    sessions = [worker.peers.ready()[0].session for worker in (prefill, decode)]
+    computing = prefill if role == "prefill" else decode
+    computing.runner.hold()
+    sent = cluster.send(decode)
+    cluster.turn_for(1.7)
+    assert [worker.peers.ready()[0].session for worker in (prefill, decode)] == sessions
+    computing.runner.release()
+    cluster.finish(sent)
+    sent.check_equal()
+
+
 def test_heartbeats_keep_idle_peers(cluster):
     prefill, decode = idle_pair(cluster, peer_timeout_s=0.4)
     seen = Events(prefill), Events(decode)
