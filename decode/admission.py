@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from decode.receiver import Receiver
 from decode.schedule import AT_PREFILL, QUEUED, DecodeRequest, RequestState
 from kvxfer.cache.footprint import blocks_needed
-from kvxfer.control.messages import Generate
+from kvxfer.control.router_messages import Generate
 from kvxfer.control.session import Peer
 from kvxfer.errors import UsageError
 from kvxfer.model.sampling import SampleSpec

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from decode.schedule import DecodeBatch, DecodeRequest
-from kvxfer.control.messages import Token
+from kvxfer.control.router_messages import Token
 from kvxfer.errors import KvxferError, NotFinite
 from kvxfer.worker.assembly import WorkerParts
 

@@ -47,7 +47,7 @@ from dataclasses import dataclass, field
 from kvxfer.cache.footprint import decoder_start, has_encoder, prompt_entries
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.cache.table import BlockTable
-from kvxfer.control.messages import Finished, Generate, TransferStats
+from kvxfer.control.router_messages import Finished, Generate, TransferStats
 from kvxfer.control.session import Peer
 from kvxfer.errors import WireError
 from kvxfer.model.runner import SequenceStep

@@ -15,18 +15,9 @@ from decode.quarantine import Quarantine
 from decode.receiver import Receiver
 from decode.schedule import AT_PREFILL, QUEUED, DecodeRequest, RequestState
 from kvxfer.control.admission_messages import Busy, Starting
-from kvxfer.control.messages import (
-    Abort,
-    Aborted,
-    Cancel,
-    Confirmed,
-    Done,
-    Failed,
-    FirstToken,
-    Generate,
-    Ready,
-)
+from kvxfer.control.messages import Abort, Aborted, Confirmed, Done, Failed, FirstToken, Ready
 from kvxfer.control.resync_messages import GrantUnknown
+from kvxfer.control.router_messages import Cancel, Generate
 from kvxfer.control.session import Peer
 from kvxfer.errors import KvxferError
 from kvxfer.transfer.connector import Direction

@@ -38,7 +38,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from kvxfer.control.messages import PrefillRequest, TransferStats
+from kvxfer.control.messages import PrefillRequest
+from kvxfer.control.router_messages import TransferStats
 from kvxfer.control.session import Peer
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.lanes import Lane

@@ -8,12 +8,7 @@ from collections.abc import Callable, Sequence
 from kvxfer.cache.footprint import prompt_entries, travelling
 from kvxfer.cache.kv_cache import KVCache
 from kvxfer.cache.table import BlockTable
-from kvxfer.control.messages import (
-    Confirmed,
-    Done,
-    Lease,
-    Ready,
-)
+from kvxfer.control.messages import Confirmed, Done, Lease, Ready
 from kvxfer.control.resync_messages import GrantQuery
 from kvxfer.errors import WireError
 from kvxfer.telemetry.trace import Trace

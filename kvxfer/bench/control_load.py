@@ -20,7 +20,8 @@ from cyclopts import Parameter
 from kvxfer.bench.thread_times import thread_times
 from kvxfer.control.auth import Keys
 from kvxfer.control.channel import Channel, Letter
-from kvxfer.control.messages import Finished, Generate, Message, Sampling
+from kvxfer.control.messages import Message
+from kvxfer.control.router_messages import Finished, Generate, Sampling
 from kvxfer.errors import ControlError
 
 LOAD = "in:load"

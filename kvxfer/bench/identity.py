@@ -18,7 +18,7 @@ from kvxfer.bench.report import Figure, describe_machine
 from kvxfer.cache.footprint import blocks_needed
 from kvxfer.cache.table import BlockTable
 from kvxfer.config import WorkerOptions, resolve
-from kvxfer.control.messages import Generate, Sampling
+from kvxfer.control.router_messages import Generate, Sampling
 from kvxfer.errors import UsageError
 from kvxfer.model.tiny import MODEL_DIR
 

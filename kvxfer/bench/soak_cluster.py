@@ -31,9 +31,12 @@ class Held:
     by_process: dict[str, dict[str, int]]
     """By 'prefill', 'decode' and 'router': rss_bytes, files, sockets, threads."""
 
-    def has_more_files(self, other: Held) -> bool:
+    def has_more(self, other: Held) -> bool:
+        """Files or threads, in any process: an agent that ends closes its files before the last of
+        its threads is gone."""
         mine, theirs = self.by_process, other.by_process
-        return any(mine[name]["files"] > theirs[name]["files"] for name in mine)
+        kinds = ("files", "threads")
+        return any(mine[name][kind] > theirs[name][kind] for name in mine for kind in kinds)
 
 
 class SoakCluster:
@@ -96,7 +99,7 @@ class SoakCluster:
         return state.committed_bytes < int(before)
 
     def sleep_and_look(self, first: Held | None) -> Held:
-        """Both asleep, looked at until no more is open than at the `first` look or SETTLE_S have
+        """Both asleep, looked at until no more is held than at the `first` look or SETTLE_S have
         passed, awake again."""
         for backend in self._backends:
             state = self._manage(backend, Sleep(CHANGE_TIMEOUT_S))
@@ -107,7 +110,7 @@ class SoakCluster:
         until_s = time.monotonic() + SETTLE_S
         while True:
             held = Held({name: _held(Path(f"/proc/{pid}")) for name, pid in pids.items()})
-            settled = first is not None and not held.has_more_files(first)
+            settled = first is not None and not held.has_more(first)
             if settled or time.monotonic() > until_s:
                 break
             time.sleep(POLL_S)

@@ -29,6 +29,8 @@
 | any → worker      | StatusQuery / Status | a look inside |
 | router → worker   | Shrink, Sleep,       | what shall become of its cache; |
 |                   | WakeUp, Defragment   | each is answered by a CacheState |
+| router → worker   | Drain                | take nothing new, finish, leave |
+| router → decode   | Prefills             | which prefill workers there are |
 
 Promised for all versions: Hello is a map with `type` and `wire_version`, Reject keeps its fields,
 and both travel alone; of others, several may travel in one frame (`control.batches`).
@@ -59,9 +61,21 @@ from kvxfer.control.resync_messages import (
     RegionsQuery,
     RegionsState,
 )
+from kvxfer.control.router_messages import (
+    Cancel,
+    Drain,
+    Finished,
+    Generate,
+    Prefills,
+    Sampling,
+    Status,
+    StatusQuery,
+    Token,
+    TransferStats,
+)
 from kvxfer.transfer.regions import Region
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 
 
 class Hello(WireStruct, frozen=True):
@@ -102,63 +116,6 @@ class RegionsUpdate(WireStruct, frozen=True):
 
 class RegionsAck(WireStruct, frozen=True):
     generation: int
-
-
-class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """OpenAI's names; temperature 0 is greedy."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-
-
-class TransferStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One hand-over, as the side that moved the bytes saw it."""
-
-    num_bytes: int = 0
-    num_runs: int = 0
-    num_tickets: int = 0
-    busy_ns: int = 0
-    """Sum over tickets of submitted → complete."""
-    start_ns: int = 0
-    end_ns: int = 0
-
-
-class Generate(WireStruct, frozen=True):
-    request_id: str
-    tokens: list[int]
-    max_new_tokens: int
-    sampling: Sampling
-    stop_token_ids: list[int]
-    prefill: str
-    """worker_id of the prefill worker of the pair; '' lets the decode worker choose."""
-    verify: bool
-    """Send the digest of each prompt block with Finished; a worker of several ranks has none."""
-
-
-class Cancel(WireStruct, frozen=True):
-    request_id: str
-
-
-class Token(WireStruct, frozen=True):
-    request_id: str
-    index: int
-    """0 for the first generated token."""
-    token: int
-
-
-class Finished(WireStruct, frozen=True):
-    request_id: str
-    reason: str
-    """stop, length, cancelled, error, or overloaded: nothing was done, and may be asked again."""
-    error: str
-    num_blocks: int
-    transfer: TransferStats
-    kv_digests: list[str]
-    num_tokens: int
-    """Told of it: fewer that arrived are an answer cut short."""
-    retry_after_s: float
-    """Overloaded: when those who wait now may have been served, as measured."""
 
 
 class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -262,15 +219,6 @@ class Failed(WireStruct, frozen=True):
     reason: str
 
 
-class StatusQuery(WireStruct, frozen=True):
-    pass
-
-
-class Status(WireStruct, frozen=True):
-    worker_id: str
-    values: dict[str, int | float | str]
-
-
 Message = (
     Hello
     | Welcome
@@ -304,6 +252,8 @@ Message = (
     | WakeUp
     | Defragment
     | CacheState
+    | Drain
+    | Prefills
     | LaneTrial
     | LaneReady
     | LanePush

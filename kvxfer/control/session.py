@@ -38,9 +38,7 @@ from kvxfer.cache.layout import MAX_ADDRESSES
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.control.cache_messages import RegionsRevoke
 from kvxfer.control.facts import RankFacts, WorkerFacts
-from kvxfer.control.messages import (
-    RegionsUpdate,
-)
+from kvxfer.control.messages import RegionsUpdate
 from kvxfer.control.resync_messages import RegionsState
 from kvxfer.errors import HandshakeRejected, WireError
 from kvxfer.transfer.connector import Direction

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvxfer.control.facts import WorkerFacts
-from kvxfer.control.messages import Finished, Generate, TransferStats
+from kvxfer.control.router_messages import Finished, Generate, TransferStats
 
 MAX_ATTEMPTS = 3
 LATE_TOKENS_S = 1.0

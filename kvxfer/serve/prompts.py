@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from kvxfer.control.auth import Keys
 from kvxfer.control.channel import check_dial
-from kvxfer.control.messages import Sampling
+from kvxfer.control.router_messages import Sampling
 from kvxfer.errors import KvxferError, UsageError
 from kvxfer.model.loader import ModelInfo, inspect_model
 from kvxfer.model.tokenizer import Tokenizer

@@ -17,9 +17,6 @@ from kvxfer.control.cache_messages import CacheState, Defragment, Shrink, Sleep,
 from kvxfer.control.channel import Channel, Letter
 from kvxfer.control.messages import (
     WIRE_VERSION,
-    Cancel,
-    Finished,
-    Generate,
     Goodbye,
     Heartbeat,
     Hello,
@@ -27,13 +24,18 @@ from kvxfer.control.messages import (
     RegionsAck,
     RegionsUpdate,
     Reject,
+    Welcome,
+)
+from kvxfer.control.resync_messages import HelloWanted, RegionsAt
+from kvxfer.control.router_messages import (
+    Cancel,
+    Finished,
+    Generate,
     Sampling,
     Status,
     StatusQuery,
     Token,
-    Welcome,
 )
-from kvxfer.control.resync_messages import HelloWanted, RegionsAt
 from kvxfer.errors import ControlError, DeadlineExceeded, HandshakeRejected, WorkerDied
 from kvxfer.serve.completion import MAX_ATTEMPTS, Backend, Completion
 

@@ -9,12 +9,7 @@ from collections.abc import Callable, Iterable
 
 from kvxfer.control.channel import Channel
 from kvxfer.control.facts import WorkerFacts
-from kvxfer.control.messages import (
-    WIRE_VERSION,
-    Heartbeat,
-    Hello,
-    Message,
-)
+from kvxfer.control.messages import WIRE_VERSION, Heartbeat, Hello, Message
 from kvxfer.control.resync_messages import RegionsAt
 from kvxfer.control.session import MAX_RANKS, Peer, PeerState
 from kvxfer.errors import ControlError

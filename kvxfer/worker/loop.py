@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvxfer.control.channel import Channel, Letter
-from kvxfer.control.messages import Status, StatusQuery
+from kvxfer.control.router_messages import Status, StatusQuery
 from kvxfer.errors import HandshakeRejected, KvxferError, WorkerDied
 from kvxfer.worker.growth import CacheGrowth
 from kvxfer.worker.mailbox import Mailbox

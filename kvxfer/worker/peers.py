@@ -13,11 +13,7 @@ from typing import Any
 from kvxfer.config import WorkerOptions
 from kvxfer.control.channel import Channel
 from kvxfer.control.facts import RankFacts, WorkerFacts
-from kvxfer.control.messages import (
-    Goodbye,
-    Message,
-    RegionsAck,
-)
+from kvxfer.control.messages import Goodbye, Message, RegionsAck
 from kvxfer.control.resync_messages import HelloWanted, RegionsAt
 from kvxfer.control.session import Peer, PeerState
 from kvxfer.errors import ControlError, KvxferError, WireError, WorkerDied

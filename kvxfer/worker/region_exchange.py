@@ -12,11 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.control.cache_messages import RegionsRevoke, RegionsRevoked
-from kvxfer.control.messages import (
-    Heartbeat,
-    RegionsAck,
-    RegionsUpdate,
-)
+from kvxfer.control.messages import Heartbeat, RegionsAck, RegionsUpdate
 from kvxfer.control.resync_messages import HelloWanted, RegionsAt, RegionsQuery, RegionsState
 from kvxfer.control.session import Peer, PeerState
 from kvxfer.errors import WireError

@@ -16,7 +16,7 @@ from kvxfer.cache.kv_cache import KVCache
 from kvxfer.cache.table import BlockTable
 from kvxfer.command import run_command
 from kvxfer.config import WorkerOptions
-from kvxfer.control.messages import Finished, Generate, Token, TransferStats
+from kvxfer.control.router_messages import Finished, Generate, Token, TransferStats
 from kvxfer.errors import KvxferError, UsageError
 from kvxfer.model.runner import SequenceStep
 from kvxfer.model.sampling import SampleSpec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvxfer.control.messages import TransferStats
+from kvxfer.control.router_messages import TransferStats
 from kvxfer.worker.transfer_thread import Movement
 
 

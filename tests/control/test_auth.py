@@ -17,7 +17,8 @@ from kvxfer.control import auth
 from kvxfer.control.addresses import check_address
 from kvxfer.control.auth import REFRESH_S, Keys, make_key_pair
 from kvxfer.control.channel import Channel, check_dial
-from kvxfer.control.messages import Cancel, Heartbeat
+from kvxfer.control.messages import Heartbeat
+from kvxfer.control.router_messages import Cancel
 from kvxfer.control.wire import encode
 from kvxfer.errors import ControlError, UsageError
 

@@ -7,7 +7,8 @@ import pytest
 import zmq
 
 from kvxfer.control.channel import MAX_DRAINED, Channel
-from kvxfer.control.messages import WIRE_VERSION, Cancel, Heartbeat, Hello, Reject, Token
+from kvxfer.control.messages import WIRE_VERSION, Heartbeat, Hello, Reject
+from kvxfer.control.router_messages import Cancel, Token
 from kvxfer.control.wire import MAX_BATCH, decode_frame, encode, join
 from kvxfer.errors import ControlError
 

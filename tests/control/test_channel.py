@@ -13,7 +13,8 @@ from support.fixtures import num_open_files
 
 from kvxfer.control.addresses import LONGEST_PATH_BYTES, check_address
 from kvxfer.control.channel import Channel
-from kvxfer.control.messages import Cancel, Goodbye, Heartbeat, Token
+from kvxfer.control.messages import Goodbye, Heartbeat
+from kvxfer.control.router_messages import Cancel, Token
 from kvxfer.control.wire import encode
 from kvxfer.errors import ControlError, UsageError, WireError
 

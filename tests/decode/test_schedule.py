@@ -5,7 +5,7 @@ from support.workers import SPEC
 
 from decode.schedule import DecodeBatch, DecodeRequest, RequestState
 from kvxfer.cache.table import BlockTable
-from kvxfer.control.messages import Generate, Sampling
+from kvxfer.control.router_messages import Generate, Sampling
 
 
 def make_request(name="r", prompt=(1, 2, 3), max_new_tokens=3, stop=()):

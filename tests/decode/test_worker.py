@@ -3,7 +3,7 @@
 import pytest
 from support.workers import SPEC
 
-from kvxfer.control.messages import Cancel, Generate, Sampling
+from kvxfer.control.router_messages import Cancel, Generate, Sampling
 
 both_lanes = pytest.mark.parametrize("lane", ["push", "pull"])
 

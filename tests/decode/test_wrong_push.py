@@ -14,7 +14,8 @@ from support.prefill_wire import (
     settle_all,
 )
 
-from kvxfer.control.messages import Abort, Aborted, Failed, Finished, Hello, Token
+from kvxfer.control.messages import Abort, Aborted, Failed, Hello
+from kvxfer.control.router_messages import Finished, Token
 
 WRONG_DONE = [
     {"num_tokens": NUM_TOKENS - 1},

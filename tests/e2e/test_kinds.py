@@ -20,7 +20,7 @@ from kvxfer.cache.footprint import blocks_needed
 from kvxfer.cache.spec import GroupKind
 from kvxfer.cache.table import BlockTable
 from kvxfer.config import WorkerOptions
-from kvxfer.control.messages import Generate, Sampling
+from kvxfer.control.router_messages import Generate, Sampling
 from kvxfer.memory.host import HostDriver
 from kvxfer.memory.virtual_buffer import VirtualBuffer
 from kvxfer.transfer.connector import MemoryWindow

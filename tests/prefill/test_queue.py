@@ -4,8 +4,9 @@ import pytest
 from support.decode_wire import GRANTED, TOKENS, greet, meet, settled
 
 from kvxfer.control.admission_messages import Busy, Granted, Starting
-from kvxfer.control.messages import Abort, Aborted, Done, Failed, Grant, PrefillRequest, Sampling
+from kvxfer.control.messages import Abort, Aborted, Done, Failed, Grant, PrefillRequest
 from kvxfer.control.resync_messages import GrantQuery, GrantUnknown
+from kvxfer.control.router_messages import Sampling
 from kvxfer.control.session import Peer
 from kvxfer.worker.admission import GRANTS_AHEAD
 from prefill.job import JobState, PrefillJob

@@ -13,9 +13,9 @@ from kvxfer.control.messages import (
     Grant,
     PrefillRequest,
     Ready,
-    Sampling,
     Taken,
 )
+from kvxfer.control.router_messages import Sampling
 
 BAD_REQUESTS = [
     ({"tokens": []}, "prompt of 0 tokens"),

@@ -9,7 +9,8 @@ from kvxfer.cache.pools import BlockPools
 from kvxfer.cache.prefix_cache import PrefixCache
 from kvxfer.cache.spec import GroupKind, KVCacheSpec
 from kvxfer.cache.table import BlockTable
-from kvxfer.control.messages import Grant, PrefillRequest, Sampling
+from kvxfer.control.messages import Grant, PrefillRequest
+from kvxfer.control.router_messages import Sampling
 from kvxfer.control.session import Peer
 from prefill.schedule import JobState, PrefillJob, PrefillScheduler
 

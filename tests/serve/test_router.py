@@ -6,7 +6,7 @@ import pytest
 from support.cluster import DEADLINE_S, Sent
 
 from kvxfer.control.channel import Channel
-from kvxfer.control.messages import Finished, Token
+from kvxfer.control.router_messages import Finished, Token
 from kvxfer.errors import WorkerDied
 from kvxfer.serve import router as router_module
 from kvxfer.serve.router import Router

@@ -16,12 +16,8 @@ from support.workers import Worker
 from support.wrong_messages import WrongMessages
 
 from kvxfer.control.channel import Channel, Letter
-from kvxfer.control.messages import (
-    Goodbye,
-    Reject,
-    StatusQuery,
-    Welcome,
-)
+from kvxfer.control.messages import Goodbye, Reject, Welcome
+from kvxfer.control.router_messages import StatusQuery
 from kvxfer.errors import HandshakeRejected
 from kvxfer.serve.completion import Backend, Completion
 from kvxfer.serve.router import Router

@@ -16,7 +16,7 @@ from support.workers import Worker
 
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.control.auth import Keys
-from kvxfer.control.messages import Finished
+from kvxfer.control.router_messages import Finished
 from kvxfer.serve.completion import Completion
 from kvxfer.serve.router import Router
 

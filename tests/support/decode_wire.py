@@ -9,7 +9,8 @@ from support.cluster import Cluster
 from support.wire_peer import WirePeer
 from support.workers import Worker
 
-from kvxfer.control.messages import Grant, PrefillRequest, Sampling, Welcome
+from kvxfer.control.messages import Grant, PrefillRequest, Welcome
+from kvxfer.control.router_messages import Sampling
 
 TOKENS = [(13 * i + 5) % 97 for i in range(18)]
 OTHER_TOKENS = [(11 * i + 2) % 97 for i in range(18)]

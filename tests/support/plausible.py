@@ -6,17 +6,8 @@ from typing import Any, get_args
 
 from kvxfer.control.cache_messages import Shrink
 from kvxfer.control.lane_messages import LanePush, LaneTrial
-from kvxfer.control.messages import (
-    Finished,
-    Grant,
-    Hello,
-    Lease,
-    Message,
-    Ready,
-    Sampling,
-    TransferStats,
-    Welcome,
-)
+from kvxfer.control.messages import Grant, Hello, Lease, Message, Ready, Welcome
+from kvxfer.control.router_messages import Finished, Sampling, TransferStats
 from kvxfer.transfer.regions import Region
 
 PLAUSIBLE: dict[str, Any] = {

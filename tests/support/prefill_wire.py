@@ -19,8 +19,8 @@ from kvxfer.control.messages import (
     Lease,
     PrefillRequest,
     Ready,
-    TransferStats,
 )
+from kvxfer.control.router_messages import TransferStats
 
 NUM_TOKENS = 10
 LAYERS = 2

@@ -35,9 +35,9 @@ from kvxfer.control.messages import (
     Ready,
     RegionsAck,
     RegionsUpdate,
-    Sampling,
     Welcome,
 )
+from kvxfer.control.router_messages import Sampling
 from kvxfer.errors import ConnectorError
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.plan import TransferPlan

@@ -13,7 +13,7 @@ from support.commands import TINY_MODEL
 from connectors.loopback import LoopbackConnector
 from kvxfer.cache.table import BlockTable
 from kvxfer.config import WorkerOptions, resolve
-from kvxfer.control.messages import Generate, Sampling
+from kvxfer.control.router_messages import Generate, Sampling
 from kvxfer.errors import UsageError
 from kvxfer.model.tokenizer import Tokenizer
 from kvxfer.worker.engine import Engine, start_engine

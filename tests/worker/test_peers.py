@@ -5,15 +5,8 @@ import time
 import pytest
 from support.peering import Events, answers, both_ready, dialled, idle_pair
 
-from kvxfer.control.messages import (
-    Cancel,
-    Goodbye,
-    Hello,
-    RegionsAck,
-    RegionsUpdate,
-    Reject,
-    StatusQuery,
-)
+from kvxfer.control.messages import Goodbye, Hello, RegionsAck, RegionsUpdate, Reject
+from kvxfer.control.router_messages import Cancel, StatusQuery
 from kvxfer.control.session import PeerState
 from kvxfer.errors import WorkerDied
 from kvxfer.worker import liveness

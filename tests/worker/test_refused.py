@@ -5,7 +5,8 @@ import logging
 import pytest
 from support.peering import both_ready
 
-from kvxfer.control.messages import Goodbye, Hello, Reject, StatusQuery
+from kvxfer.control.messages import Goodbye, Hello, Reject
+from kvxfer.control.router_messages import StatusQuery
 from kvxfer.errors import HandshakeRejected
 from kvxfer.worker import liveness
 

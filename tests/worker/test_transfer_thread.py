@@ -240,7 +240,7 @@ def test_a_connector_that_would_not_close_is_told(make_side, caplog):
 
 
 def test_movements_add_up():
-    from kvxfer.control.messages import TransferStats
+    from kvxfer.control.router_messages import TransferStats
 
     stats = TransferStats()
     for start, end, size in ((100, 160, 10), (90, 120, 5), (150, 155, 1)):
