@@ -89,6 +89,8 @@ EXAMPLES = [
     m.Sleep(0.5),
     m.WakeUp(),
     m.Defragment(0.5),
+    m.Drain("the host goes away"),
+    m.Prefills(["tcp://10.0.0.2:5600#prefill-0"]),
     m.CacheState("Sleep", "why", True, [1, 0], 0, 4096, 8192),
     m.LaneTrial("t", 32, [3, 4]),
     m.LaneReady("t", [1, 2]),
