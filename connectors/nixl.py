@@ -41,7 +41,12 @@ from typing import Any
 import numpy as np
 
 from connectors.nixl_api import descriptors, load_nixl, segment_of, translated
-from connectors.nixl_environment import has_rdma, reads_from, wants_progress_thread
+from connectors.nixl_environment import (
+    has_rdma,
+    may_read,
+    reads_from,
+    wants_progress_thread,
+)
 from connectors.nixl_lists import ListCache, UnitList, lists_pay
 from kvxfer.errors import ConnectorError
 from kvxfer.transfer.agent import Agent
@@ -148,7 +153,7 @@ class NixlAgent(Agent):
 
     def warm(self, remote: RemotePeer, regions: Sequence[Region]) -> _Transfer | None:
         """All into the same few bytes of our own, which mean nothing."""
-        if not reads_from(os.environ, has_rdma()):
+        if not may_read(remote.host):
             return None
         if self._segment == "DRAM":  # there it is the connection that takes time, once
             if remote.agent in self._warmed:
@@ -301,6 +306,9 @@ class NixlConnector(AgentConnector):
     @property
     def reads_from(self) -> frozenset[Where]:
         return reads_from(os.environ, has_rdma())
+
+    def knows_ahead(self, remote: RemotePeer) -> bool:
+        return self.initiates is not Direction.PULL or may_read(remote.host)
 
 
 CONNECTOR = NixlConnector

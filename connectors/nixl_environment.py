@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvxfer.errors import UsageError
+from kvxfer.memory.limits import host_identity
 from kvxfer.transfer.connector import Where
 
 logger = logging.getLogger(__name__)
@@ -139,6 +140,13 @@ def reads_from(environ: Mapping[str, str], has_rdma: bool) -> frozenset[Where]:
     if transports <= _TCP_ALONE:
         return frozenset()
     return frozenset(Where) if has_rdma else frozenset({Where.HOST})
+
+
+def may_read(host: str) -> bool:
+    """Whether a read of memory at `host`, as `host_identity` calls it, is no work of its owner's:
+    here and now."""
+    where = Where.HOST if host == host_identity() else Where.NETWORK
+    return where in reads_from(os.environ, has_rdma())
 
 
 def _setting(environ: Mapping[str, str], name: str, wanted: str, reason: str) -> Setting:

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any, ClassVar
 
 from kvxfer.errors import ConnectorError
+from kvxfer.memory.limits import host_identity
 from kvxfer.transfer.agent import Agent
 from kvxfer.transfer.agent_epoch import AgentEpoch, agent_name, life_of
 from kvxfer.transfer.connector import Connector, Direction, MemoryWindow, TicketResult
@@ -96,6 +97,7 @@ class AgentConnector(Connector):
             device=self._memory.device,
             regions=[(region.offset, region.size) for region in regions],
             transport=self._epoch.agent.metadata(regions),
+            host=host_identity(),
         ).to_bytes()
 
     def revoke(self, left: Sequence[Region], epoch: int) -> bytes:
@@ -108,7 +110,8 @@ class AgentConnector(Connector):
         fresh = self._begun(epoch, name)
         fresh.register(left)
         for peer, remote in self._peers.items():
-            fresh.expect(remote, self._told[peer])
+            if self.knows_ahead(remote):
+                fresh.expect(remote, self._told[peer])
         self._epoch.rest()
         self._past.append(self._epoch)
         self._epoch = fresh
@@ -133,16 +136,24 @@ class AgentConnector(Connector):
         self._check_at_rest(peer, learnt.agent)
         if self._epoch.is_leaving(learnt.agent):
             self._advance(learnt.agent)  # a broken connection is gone before the new one starts
-        self._epoch.learn(learnt, told.transport)
+        is_ahead = self._epoch.knows(learnt.agent) or self.knows_ahead(learnt)
+        if is_ahead:
+            self._epoch.learn(learnt, told.transport)
         known = self._peers.get(peer)
         is_same = known is not None and known.agent == learnt.agent
         self._peers[peer] = learnt
         before = self._told[peer] if is_same else ()
         self._told[peer] = (*(one for one in before if one != told.transport), told.transport)
         old = known.regions.regions if known is not None and is_same else ()
-        self._epoch.warming.add(learnt, sorted(set(learnt.regions.regions).difference(old)))
+        if is_ahead:
+            self._epoch.warming.add(learnt, sorted(set(learnt.regions.regions).difference(old)))
         if known is not None and not is_same:
             self._leave(known.agent, f"peer {peer} is agent {learnt.agent} now")
+
+    def knows_ahead(self, remote: RemotePeer) -> bool:
+        """Whether to know a peer as soon as it was described to us; else when something is first
+        moved to it or from it, and never where that is its part."""
+        return True
 
     def renew(
         self, peer: str, base_address: int, description: bytes, invitation: bytes = b""

@@ -70,6 +70,8 @@ class Connector(ABC):
     """The layout it moves best, where it makes a difference; the user's word is above it."""
     directions: ClassVar[frozenset[Direction]] = frozenset(Direction)
     """Who may start a transfer."""
+    initiates: Direction | None = None
+    """What its worker starts, as a rule; None: either."""
 
     @abstractmethod
     def __init__(self, agent_name: str, memory: MemoryWindow) -> None:

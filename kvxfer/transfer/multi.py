@@ -31,6 +31,8 @@ class MultiConnector:
         """`initiates`: what this worker starts: decode workers pull, prefill workers push."""
         self.connectors = dict(connectors)
         self._initiates = initiates
+        for connector in connectors.values():
+            connector.initiates = initiates
         self._reached: dict[str, set[str]] = {}
         """By peer, the connectors that know it."""
         self._tickets = count(1)

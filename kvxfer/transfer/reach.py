@@ -35,6 +35,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     regions: list[tuple[_Int64, _Int64]]
     """(offset, size) pairs."""
     transport: bytes = b""
+    host: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    """`kvxfer.memory.limits.host_identity` of where the agent runs; '' where that is not told."""
 
     def to_bytes(self) -> bytes:
         return seal(msgspec.msgpack.encode(self))
@@ -57,6 +59,8 @@ class RemotePeer:
     device: str
     base_address: int
     regions: RegionSet
+    host: str = ""
+    """As in its description."""
 
 
 def learn(
@@ -73,7 +77,7 @@ def learn(
             raise ConnectorError(f"agent {told.agent} of peer {peer} is already peer {name}")
     known = peers.get(peer)
     if known is None or known.agent != told.agent:
-        known = RemotePeer(told.agent, told.device, base_address, RegionSet())
+        known = RemotePeer(told.agent, told.device, base_address, RegionSet(), told.host)
     if (known.base_address, known.device) != (base_address, told.device):
         raise ConnectorError(
             f"agent {told.agent} of peer {peer} moved from {known.base_address:#x} on "
@@ -84,7 +88,7 @@ def learn(
         regions = known.regions.add(new.difference(known.regions.regions))
     except RegionError as error:
         raise ConnectorError(f"description of peer {peer}: {error}") from error
-    return RemotePeer(told.agent, told.device, base_address, regions)
+    return RemotePeer(told.agent, told.device, base_address, regions, known.host)
 
 
 def extend(registered: RegionSet, regions: Iterable[Region], size_bytes: int) -> RegionSet:

@@ -168,7 +168,8 @@ class PeerTable:
             if answer is not None and not self.send(peer.key, answer()):
                 return
             peer.loaded = max(peer.loaded, at)
-            self.send(peer.key, RegionsAck(peer.loaded[1]))
+            if not self.send(peer.key, RegionsAck(peer.loaded[1])):
+                return
             if newly and peer.facts and peer.facts.tests_lanes and self._tests_lanes:
                 self.on_met(peer)
             elif newly and peer.lane:
@@ -200,7 +201,7 @@ class PeerTable:
 
         def done(reached: frozenset[str]) -> None:
             if is_on():
-                peer.reached = reached
+                peer.reached, peer.learnt_s = reached, time.monotonic()
                 loaded()
 
         def failed(error: KvxferError) -> None:

@@ -142,3 +142,24 @@ def test_an_agent_that_is_kept_serves_whoever_was_told_of_it(pair: list[Side]) -
     left.connector.retire(())
     move(left, right)
     assert becomes_at_most(files - 1, left, right)
+
+
+@pytest.mark.parametrize("initiates", [Direction.PULL, Direction.PUSH])
+@pytest.mark.parametrize("pair", ["tcp", "sm,self"], indirect=True)
+def test_who_moves_nothing_makes_no_connection(
+    pair: list[Side], initiates: Direction, request: pytest.FixtureRequest
+) -> None:
+    """Two that make one to each other at once abort the one whose peer dies meanwhile; where it is
+    asked for after all, it is made then."""
+    left, right = pair
+    left.connector.initiates = initiates
+    reads = request.node.callspec.params["pair"] != "tcp"
+    meet(left, right)
+    (agent,) = (remote.agent for remote in left.connector._peers.values())
+    assert left.connector._epoch.knows(agent) == (reads or initiates is Direction.PUSH)
+    left.renew()
+    left.connector.poll()
+    assert left.connector._epoch.knows(agent) == (reads or initiates is Direction.PUSH)
+    right.connector.renew("left", left.base, left.told)
+    move(left, right)
+    assert left.connector._epoch.knows(agent)

@@ -4,7 +4,8 @@ import pytest
 
 from decode import lane_trials
 from kvxfer.control.lane_messages import LaneChosen, LanePush, LanePushed, LaneReady, LaneTrial
-from kvxfer.control.messages import Hello, Welcome
+from kvxfer.control.messages import Hello, RegionsAck, Welcome
+from kvxfer.errors import ControlError
 from kvxfer.transfer.connector import Direction
 from kvxfer.worker.lane_trial import NUM_TRANSFERS
 
@@ -189,3 +190,21 @@ def test_nobody_but_the_worker_that_was_asked_to_push_can_say_that_it_did(cluste
 
 def test_the_direction_of_these_tests_is_push():
     assert PUSH.lane.endswith(str(Direction.PUSH))
+
+
+def test_a_peer_lost_by_the_word_before_its_trial_is_not_tried(cluster, monkeypatch):
+    """Its key may be that of a new session by the time: blocks of the trial would be nobody's."""
+    prefill, decode = (cluster.add(role, **OPTIONS) for role in ("prefill", "decode"))
+    send, failures = decode.peers._channel.send, []
+
+    def breaking(key, message):
+        if isinstance(message, RegionsAck) and not failures:
+            failures.append(key)
+            raise ControlError("the connection broke")
+        send(key, message)
+
+    monkeypatch.setattr(decode.peers._channel, "send", breaking)
+    decode.peers.dial(prefill.address)
+    cluster.until(both_ready(prefill, decode), 8.0)
+    assert failures
+    cluster.until_idle()
