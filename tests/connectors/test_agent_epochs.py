@@ -145,7 +145,7 @@ def test_an_agent_that_is_kept_serves_whoever_was_told_of_it(pair: list[Side]) -
 
 
 @pytest.mark.parametrize("initiates", [Direction.PULL, Direction.PUSH])
-@pytest.mark.parametrize("pair", ["tcp", "sm,self"], indirect=True)
+@transports
 def test_who_moves_nothing_makes_no_connection(
     pair: list[Side], initiates: Direction, request: pytest.FixtureRequest
 ) -> None:
