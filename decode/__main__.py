@@ -40,4 +40,4 @@ def make_role(parts: WorkerParts) -> Role:
 
 
 if __name__ == "__main__":
-    run_command(decode, "python -m decode")
+    run_command(decode, "python -m decode", "decode")

@@ -29,4 +29,4 @@ def decode(
 
 
 if __name__ == "__main__":
-    run_command(decode, "python -m decode.null")
+    run_command(decode, "python -m decode.null", "decode")

@@ -35,6 +35,9 @@ class WorkerOptions:
     model: Path
     """Hugging Face directory of a model, decoder-only or of T5's or BART's class: config,
     safetensors, tokenizer."""
+    config: Path | None = None
+    """TOML file with options under their names, for all commands or in a table of this one. Flags
+    rank above KVXFER_* variables, these above the file."""
     listen: str = "tcp://127.0.0.1:0"
     """Control-plane address to bind: tcp on loopback (port 0 takes a free one), with keys on any
     of this host's addresses, or ipc:///PATH, a Unix socket in a directory of mode 0700."""
