@@ -30,14 +30,15 @@ ROLES = ("prefill", "decode", "router")
 HIDDEN = frozenset({"config", "kv_cache_layout_override", "is_connector_named", "ready_fd"})
 """Not for files and variables."""
 WORKER_KEYS = frozenset(field.name for field in fields(WorkerOptions)) - HIDDEN
-ROUTER_KEYS = frozenset(
-    "model prefill decode host port key_file peer_keys api_key served_model_name chat_template "
-    "max_num_requests connect_timeout_s request_timeout_s peer_timeout_s shutdown_timeout_s "
+HTTP_KEYS = frozenset(
+    "host port api_key served_model_name chat_template max_concurrent_requests shutdown_timeout_s "
     "enable_admin".split()
 )
-"""Options of `kvxfer router`, for those who must not import it."""
-SERVE_KEYS = ROUTER_KEYS | {"gpus", "log_dir", "start_timeout_s"}
-"""... and of `kvxfer serve`, besides those of its workers."""
+"""Options of what serves HTTP, for those who must not import it (see `kvxfer.serve.options`)."""
+ROUTER_KEYS = HTTP_KEYS | frozenset(
+    "model prefill decode key_file peer_keys max_model_len request_timeout_s peer_timeout_s".split()
+)
+SERVE_KEYS = HTTP_KEYS | {"prefill", "decode", "start_timeout_s", "log_dir"}
 TABLE_KEYS = {
     "prefill": WORKER_KEYS | {WORKERS},
     "decode": WORKER_KEYS | {WORKERS, "prefill"},
@@ -85,16 +86,17 @@ def entries_for(
     for name in tables.keys() - set(ROLES):
         raise Entry(f"[{name}]", "a table", str(path)).wrong(f"no such table{near(name, ROLES)}")
     top = {key: value for key, value in content.items() if key not in tables}
-    found = _entries(top, {*known, *WORKER_KEYS, *SERVE_KEYS}, str(path))
+    found = _entries(top, {*known, *WORKER_KEYS, *ROUTER_KEYS, *SERVE_KEYS}, str(path))
     found = {key: entry for key, entry in found.items() if key in known}
     is_serve = section == SERVE
+    taken = (serve_as or "router") if is_serve else section
     for name, keys in TABLE_KEYS.items():
-        keys = keys - {*ROLES} if is_serve else keys | {*(known if name == section else ())}
-        own = _entries(tables.get(name, {}), keys, f"{path} [{name}]")
+        allowed = keys - {*ROLES} if is_serve else keys | {*(known if name == section else ())}
+        own = _entries(tables.get(name, {}), allowed, f"{path} [{name}]")
         count = own.pop(WORKERS, None)
         if is_serve and count is not None:
             found[name] = count
-        if name in (("router", serve_as) if is_serve else (section,)):
+        if name == taken:
             found |= own
     return found
 
