@@ -6,8 +6,10 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Annotated, NoReturn
 
 import cyclopts
+from cyclopts import Parameter
 
 from kvxfer.bench.beside import BesideOptions
 from kvxfer.bench.buffer import BufferOptions
@@ -24,13 +26,17 @@ from kvxfer.bench.stress import StressOptions
 from kvxfer.bench.tokens import TokensOptions
 from kvxfer.bench.transfer import TransferOptions
 from kvxfer.bench.transfer_sweep import SweepOptions
-from kvxfer.command import run_app
+from kvxfer.command import Settings, parse, run_app
+from kvxfer.config import WorkerOptions
 from kvxfer.demo.plan import DemoOptions
-from kvxfer.serve.prompts import RouterOptions
+from kvxfer.serve.complete import CompleteOptions
+from kvxfer.serve.options import RouterOptions, ServeOptions
+from kvxfer.serve.status import StatusOptions
 
 app = cyclopts.App(
     name="kvxfer",
     help="Disaggregated prefill/decode KV transfer on KV caches that grow.",
+    config=[Settings()],
     result_action="return_value",
 )
 
@@ -49,14 +55,90 @@ def demo(options: DemoOptions = DemoOptions()) -> int:  # noqa: B008  frozen, so
 
 
 @app.command
-def router(options: RouterOptions) -> int:
-    """Send prompts to workers that were started by hand, and stream the answers.
+def serve(*, options: ServeOptions = ServeOptions(), worker: WorkerOptions) -> int:  # noqa: B008
+    """Start prefill and decode workers on this host, and serve OpenAI's API in front of them.
 
-    Example: kvxfer router --model DIR --decode tcp://127.0.0.1:5602 --prompt "To be"
+    GPUs are given to the workers in turn, memory is divided among them, and who dies is started
+    again. Ctrl-C ends all at once, SIGTERM once the requests under way have ended.
+    Example: kvxfer serve --model DIR --prefill 2 --decode 2
     """
-    from kvxfer.serve.prompts import run_router
+    from kvxfer.serve.run import run_serve
+
+    by_role = {
+        role: parse(serve, sys.argv[2:], Settings("serve", role))["worker"]
+        for role in ("prefill", "decode")
+    }
+    return run_serve(options, worker, by_role)
+
+
+@app.command
+def prefill(options: WorkerOptions) -> int:
+    """Run a prefill worker: computes prompts and hands their KV to decode workers.
+
+    It binds --listen, prints where, and serves until Ctrl-C.
+    Example: kvxfer prefill --model DIR --listen tcp://127.0.0.1:5601
+    """
+    return _become("prefill")
+
+
+@app.command
+def decode(
+    options: WorkerOptions,
+    *,
+    prefill: Annotated[list[str], Parameter(consume_multiple=True)],
+) -> int:
+    """Run a decode worker: takes prompts from routers, their KV from prefill workers.
+
+    Example: kvxfer decode --model DIR --listen tcp://127.0.0.1:5602
+    --prefill tcp://127.0.0.1:5601
+
+    Parameters
+    ----------
+    prefill
+        Address of each prefill worker; it may start later.
+    """
+    return _become("decode")
+
+
+def _become(module: str) -> NoReturn:
+    """Go on as `python -m module` with the same arguments, which were found good: the core imports
+    no worker."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *sys.argv[2:]])
+
+
+@app.command
+def router(options: RouterOptions) -> int:
+    """Serve OpenAI's API in front of workers that were started by others.
+
+    Example: kvxfer router --model DIR --prefill tcp://127.0.0.1:5601
+    --decode tcp://127.0.0.1:5602
+    """
+    from kvxfer.serve.run import run_router
 
     return run_router(options)
+
+
+@app.command
+def status(options: StatusOptions = StatusOptions()) -> int:  # noqa: B008
+    """What a router says of itself: its workers, their caches, queues and lanes.
+
+    Example: kvxfer status --url http://127.0.0.1:8000 --watch
+    """
+    from kvxfer.serve.status import run_status
+
+    return run_status(options)
+
+
+@app.command
+def complete(options: CompleteOptions) -> int:
+    """Send prompts to workers without HTTP, and stream the answers.
+
+    Example: kvxfer complete --model DIR --decode tcp://127.0.0.1:5602 --prompt "To be"
+    """
+    from kvxfer.serve.complete import run_complete
+
+    return run_complete(options)
 
 
 @app.command

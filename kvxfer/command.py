@@ -119,12 +119,10 @@ def run_command(command: Callable[..., int], name: str, section: str = "") -> No
 def parse(
     command: Callable[..., int], arguments: Sequence[str], settings: Settings
 ) -> Mapping[str, Any]:
-    """The arguments that `command` would be called with. Raises UsageError."""
+    """The arguments that `command` would be called with. Raises UsageError or, which `run_app`
+    takes as well, cyclopts' own."""
     app = _app(command, settings.section, settings)
-    try:
-        _, bound, _ = app.parse_args(list(arguments), exit_on_error=False, print_error=False)
-    except cyclopts.CycloptsError as error:
-        raise UsageError(settings.section, " ".join(arguments), _one_line(error)) from None
+    _, bound, _ = app.parse_args(list(arguments), exit_on_error=False, print_error=False)
     bound.apply_defaults()
     return bound.arguments
 

@@ -61,10 +61,12 @@ VENDOR_ROOMS = {
     "prometheus_client": ("kvxfer/telemetry/",),
     "opentelemetry": ("kvxfer/telemetry/",),
     "cyclopts": ("kvxfer/config.py", "kvxfer/command.py", "kvxfer/cli.py", "kvxfer/demo/plan.py",
-                 "kvxfer/serve/prompts.py", "kvxfer/bench/", "prefill/__main__.py",
+                 "kvxfer/serve/complete.py", "kvxfer/serve/options.py",
+                 "kvxfer/serve/status.py", "kvxfer/bench/", "prefill/__main__.py",
                  "decode/__main__.py", "decode/loaded.py", "decode/null.py"),
     "matplotlib": ("kvxfer/bench/",),
-    "rich": ("kvxfer/demo/screen.py", "kvxfer/bench/transfer_screen.py", "kvxfer/doctor/screen.py"),
+    "rich": ("kvxfer/demo/screen.py", "kvxfer/bench/transfer_screen.py", "kvxfer/doctor/screen.py",
+             "kvxfer/serve/progress.py", "kvxfer/serve/status_screen.py"),
 }  # fmt: skip
 
 PURE = ("kvxfer/cache/layout.py", "kvxfer/cache/spec.py", "kvxfer/transfer/plan.py")

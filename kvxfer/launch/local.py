@@ -174,11 +174,16 @@ class LocalLauncher:
         found = (worker.ending() for worker in self._workers)
         return [ending for ending in found if ending is not None]
 
-    def stop(self) -> None:
-        """End all processes: SIGTERM, a grace, SIGKILL. Idempotent."""
+    def terminate(self) -> list[WorkerProcess]:
+        """Ask those that live to end, and return them; `stop` waits for it."""
         alive = [worker for worker in self._workers if worker.process.poll() is None]
         for worker in alive:
             worker.process.terminate()
+        return alive
+
+    def stop(self) -> None:
+        """End all processes: SIGTERM, a grace, SIGKILL. Idempotent."""
+        alive = self.terminate()
         deadline_s = time.monotonic() + GRACE_S
         for worker in alive:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvxfer.launch.supervisor import Supervised
-from kvxfer.serve.backend import Backend
+if TYPE_CHECKING:
+    from kvxfer.launch.supervisor import Supervised
+    from kvxfer.serve.backend import Backend
 
 
 class Cache(msgspec.Struct, frozen=True):
