@@ -85,7 +85,7 @@ class Front:
         if self.is_closing:
             raise ControlError("the server is shutting down")
         completion = self.router.submit(
-            self._any_decode(),
+            None,
             tokens,
             max_new_tokens,
             sampling=sampling,
