@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from kvxfer.config import WorkerOptions, resolve
+from kvxfer.config import CPU_KV_CACHE_BYTES, WorkerOptions, resolve
 from kvxfer.config_file import HIDDEN
 from kvxfer.control.addresses import IPC
 from kvxfer.errors import UsageError
@@ -105,12 +105,19 @@ def _placed(
     on_host = [one for one in names if one not in on_gpu]
     placed, notes = _on_gpus(on_gpu, options, machine.num_gpus)
     share = divide_budget(machine.free_bytes, max(1, len(names)), machine.free_bytes)
+    cache = CPU_KV_CACHE_BYTES // max(1, len(on_host))
+    cache = cache if cache <= share // 2 else 0  # else what is left of its share after warm-up
+    is_divided = False
     for role, name in on_host:
-        given = options[role]
-        is_told = given.memory_budget_bytes or given.kv_cache_memory_bytes
-        placed[name] = given if is_told else replace(given, memory_budget_bytes=share)
-    if any(placed[name].memory_budget_bytes == share for _, name in on_host):
-        notes.append(f"host memory: {share >> 20} MiB for each of {len(names)} workers")
+        placed[name] = options[role]
+        if not (options[role].memory_budget_bytes or options[role].kv_cache_memory_bytes):
+            is_divided = True
+            placed[name] = replace(
+                options[role], memory_budget_bytes=share, kv_cache_memory_bytes=cache
+            )
+    if is_divided:
+        of_it = f", {cache >> 20} MiB of it KV cache" if cache else ""
+        notes.append(f"host memory: {share >> 20} MiB for each of {len(names)} workers{of_it}")
     return placed, notes
 
 

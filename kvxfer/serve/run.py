@@ -134,5 +134,6 @@ def _start_log(name: str) -> None:
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(message)s", force=True
     )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     for handler in logging.getLogger().handlers:
         handler.addFilter(BoundedLog())
