@@ -1,5 +1,5 @@
-"""Run a typed function as a command: options from flags, KVXFER_* variables and a file, usage errors
-in one line, exit codes.
+"""Run a typed function as a command: options from flags, KVXFER_* variables and a file, usage
+errors in one line, exit codes.
 
 | from                       | above                                                              |
 | ---                        | ---                                                                |
@@ -128,9 +128,7 @@ def parse(
 
 
 def _app(command: Callable[..., int], name: str, settings: Settings) -> cyclopts.App:
-    app = cyclopts.App(
-        name=name, version_flags=[], config=[settings], result_action="return_value"
-    )
+    app = cyclopts.App(name=name, version_flags=[], config=[settings], result_action="return_value")
     app.default(command)
     return app
 

@@ -31,13 +31,16 @@ HIDDEN = frozenset({"config", "kv_cache_layout_override", "is_connector_named", 
 """Not for files and variables."""
 WORKER_KEYS = frozenset(field.name for field in fields(WorkerOptions)) - HIDDEN
 HTTP_KEYS = frozenset(
-    "host port api_key served_model_name chat_template max_concurrent_requests shutdown_timeout_s "
-    "enable_admin".split()
-)
+    {
+        "api_key", "chat_template", "enable_admin", "host", "max_concurrent_requests", "port",
+        "served_model_name", "shutdown_timeout_s",
+    }
+)  # fmt: skip
 """Options of what serves HTTP, for those who must not import it (see `kvxfer.serve.options`)."""
-ROUTER_KEYS = HTTP_KEYS | frozenset(
-    "model prefill decode key_file peer_keys max_model_len request_timeout_s peer_timeout_s".split()
-)
+ROUTER_KEYS = HTTP_KEYS | {
+    "decode", "key_file", "max_model_len", "model", "peer_keys", "peer_timeout_s", "prefill",
+    "request_timeout_s",
+}  # fmt: skip
 SERVE_KEYS = HTTP_KEYS | {"prefill", "decode", "start_timeout_s", "log_dir"}
 TABLE_KEYS = {
     "prefill": WORKER_KEYS | {WORKERS},

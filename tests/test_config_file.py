@@ -15,6 +15,8 @@ from kvxfer.config_file import HIDDEN, ROUTER_KEYS, SERVE_KEYS
 from kvxfer.errors import UsageError
 from kvxfer.serve.options import RouterOptions, ServeOptions
 
+DEFAULTS = ServeOptions()
+
 
 def decode(
     options: WorkerOptions, *, prefill: Annotated[list[str], Parameter(consume_multiple=True)]
@@ -30,7 +32,7 @@ def router(options: RouterOptions) -> int:
     raise AssertionError("is only parsed")
 
 
-def serve(*, options: ServeOptions = ServeOptions(), worker: WorkerOptions) -> int:
+def serve(*, options: ServeOptions = DEFAULTS, worker: WorkerOptions) -> int:
     raise AssertionError("is only parsed")
 
 
@@ -221,9 +223,10 @@ def test_a_wrong_variable_is_one_line_that_names_it(ask, variables, mentioned):
 def test_variables_of_other_commands_are_left_alone(ask):
     """KVXFER_PREFILL is decode's, KVXFER_PEER_DIR a connector's."""
     others = {"KVXFER_PREFILL": "a", "KVXFER_PEER_DIR": "/x", "KVXFER_API_KEY": "k"}
-    assert ask("prefill", 'model = "m"', **others)["options"] == ask("prefill", 'model = "m"')[
-        "options"
-    ]
+    assert (
+        ask("prefill", 'model = "m"', **others)["options"]
+        == ask("prefill", 'model = "m"')["options"]
+    )
 
 
 def test_a_flag_that_is_no_whole_number_is_refused(ask):

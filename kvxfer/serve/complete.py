@@ -1,4 +1,4 @@
-"""`kvxfer complete`: sends prompts to workers that were started by hand, and streams the answers."""
+"""`kvxfer complete`: sends prompts to workers started by hand, and streams the answers."""
 
 from __future__ import annotations
 

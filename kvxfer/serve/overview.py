@@ -86,7 +86,7 @@ def overview(
     supervised: Iterable[Supervised] = (),
 ) -> Overview:
     """Pure."""
-    workers = sorted((_worker(one) for one in backends), key=lambda one: (one.role != "prefill", one.id))  # fmt: skip # noqa: E501
+    workers = sorted(map(_worker, backends), key=lambda one: (one.role != "prefill", one.id))
     processes = [
         WorkerProcess(
             one.plan.name, one.process.process.pid, one.state.value, one.num_restarts, one.last_end

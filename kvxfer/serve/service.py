@@ -1,12 +1,13 @@
 """A router behind HTTP, in this thread, until it is told to end; with workers of its own or not.
 
-| state    | what happens                                     | leaves by                           |
-| ---      | ---                                              | ---                                 |
-| STARTING | HTTP answers; requests wait for workers          | one of each role is ready → SERVING;|
-|          |                                                  | our own are late → an error         |
-| SERVING  | it serves                                        | SIGTERM → DRAINING                  |
-| DRAINING | new requests are refused, those under way end    | none is left, shutdown_timeout_s is |
-|          |                                                  | over, or another signal → the end   |
+| state    | what happens                                     | leaves by                          |
+| ---      | ---                                              | ---                                |
+| STARTING | HTTP answers; there may be no workers yet        | all of ours, or one of each role,  |
+|          |                                                  | are ready → SERVING; ours are late |
+|          |                                                  | → an error                         |
+| SERVING  | it serves                                        | SIGTERM → DRAINING                 |
+| DRAINING | new requests are refused, those under way end    | none is left, shutdown_timeout_s   |
+|          |                                                  | is over, or a signal → the end     |
 
 SIGINT ends each of them at once: what is under way ends as an error.
 """
@@ -54,7 +55,7 @@ class Service:
         supervisor: Supervisor | None = None,
         start_timeout_s: float = 0.0,
         announce: Callable[[str], None] = print,
-        on_end: Callable[[], None] = lambda: None,
+        on_end: Callable[[], object] = lambda: None,
     ) -> None:
         """`announce` is called with each line for a person, `on_end` as soon as the end begins."""
         self.state = ServiceState.STARTING
@@ -77,7 +78,7 @@ class Service:
         self._server = HttpServer(app, listener, tick=self._tick, on_shutdown=self._end)
 
     def run(self) -> None:
-        """Serve until a signal. Raises what ends it otherwise, WorkerDied of our own at the start."""
+        """Serve until a signal. Raises what else ends it: WorkerDied of ours at the start."""
         if is_open_to_others(self._options):
             logger.warning(
                 "HTTP on %s is open to all who reach this host: give --api-key", self._options.host
@@ -134,8 +135,8 @@ class Service:
         self.state = ServiceState.DRAINING
         self._drain_deadline_s = time.monotonic() + self._options.shutdown_timeout_s
         self._front.is_closing = True
-        left = self._front.num_in_flight
-        logger.info("SIGTERM: %d requests under way, at most %g s", left, self._options.shutdown_timeout_s)  # fmt: skip # noqa: E501
+        left, most_s = self._front.num_in_flight, self._options.shutdown_timeout_s
+        logger.info("SIGTERM: %d requests under way, waited for at most %g s", left, most_s)
 
     def _is_drained(self, now_s: float) -> bool:
         return self._front.num_in_flight == 0 or now_s >= self._drain_deadline_s

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import sys
 import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
-from typing import Annotated
 
 import msgspec
 from cyclopts import Parameter
@@ -62,7 +62,9 @@ def run_status(options: StatusOptions) -> int:
 
 def ask(options: StatusOptions) -> bytes:
     """The body of GET /status. Raises KvxferError, in one line."""
-    key = options.api_key or os.environ.get("KVXFER_API_KEY", "").replace(",", " ").partition(" ")[0]
+    key = (
+        options.api_key or os.environ.get("KVXFER_API_KEY", "").replace(",", " ").partition(" ")[0]
+    )
     request = urllib.request.Request(options.url.rstrip("/") + "/status")
     if key:
         request.add_header("Authorization", f"Bearer {key}")
@@ -73,7 +75,7 @@ def ask(options: StatusOptions) -> bytes:
         with error:
             hint = ": give --api-key" if error.code == 401 else ""
         raise KvxferError(f"{options.url}: answered {error.code} {error.reason}{hint}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         text = f"{options.url}: nobody answers: {getattr(reason, 'strerror', None) or reason}"
         raise KvxferError(text) from None

@@ -49,7 +49,9 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _workers(found: Overview) -> Table:
-    table = _table("workers", "worker", "role", "state", "device", "#requests", "#queued", "address")
+    table = _table(
+        "workers", "worker", "role", "state", "device", "#requests", "#queued", "address"
+    )
     for one in found.workers:
         state = "asleep" if one.cache.is_sleeping else _STATES.get(one.state, escape(one.state))
         ranks = f" ×{one.tensor_parallel_size}" if one.tensor_parallel_size > 1 else ""
