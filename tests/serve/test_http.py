@@ -26,7 +26,7 @@ LIMITS = Limits(
     request_head_timeout_s=1.0,
     request_body_timeout_s=1.0,
     write_timeout_s=1.0,
-    health_timeout_s=1.0,
+    health_timeout_s=0.4,
     health_cache_s=0.05,
 )
 PROMPT = "Who is there?"
@@ -68,7 +68,11 @@ def test_a_completion(service: HttpService) -> None:
     usage = {"prompt_tokens": prompt, "completion_tokens": 12, "total_tokens": prompt + 12}
     assert body["usage"] == usage
     verified = body["kv_transfer_params"]
-    assert (verified["kv_digests"], verified["decode"]) == (expected.digests, "decode-0")
+    assert verified == {
+        "kv_digests": expected.digests,
+        "prefill": "prefill-0",
+        "decode": "decode-0",
+    }
 
 
 def test_a_stream_is_the_completion_in_pieces(service: HttpService) -> None:
@@ -132,6 +136,7 @@ def test_models_ready_health(service: HttpService) -> None:
     assert body["data"][0]["max_model_len"] == MAX_LEN
     assert get(f"/v1/models/{MODEL}")[1] == body["data"][0]
     assert get("/v1/models/other")[0] == 404
+    wait_until(lambda: get("/ready")[0] == 200, 5, "a status of decode")
     assert get("/ready") == (200, {"status": "ready", "prefill": 1, "decode": 1})
     status, body = get("/health")
     assert (status, body["status"], body["decode"]) == (200, "ok", "decode-0")
@@ -141,7 +146,7 @@ def test_models_ready_health(service: HttpService) -> None:
     began = time.monotonic()
     status, body = get("/health")
     assert (status, body["status"]) == (503, "error")
-    assert 0.9 < time.monotonic() - began < 5
+    assert 0.3 < time.monotonic() - began < 5
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -236,7 +241,7 @@ def test_api_keys() -> None:
             if status == 401:
                 assert json.loads(body)["error"]["code"] == "invalid_api_key"
                 assert told["www-authenticate"] == "Bearer"
-        assert service.send("GET", "/ready")[0] == 200
+        assert service.send("GET", "/ready")[0] != 401
 
 
 # --- clients --------------------------------------------------------------------------------------
@@ -272,9 +277,9 @@ def test_a_client_that_leaves_while_prefill_works(service: HttpService) -> None:
     service.until_idle()
 
 
+@pytest.mark.slow  # waits for deadlines
 def test_a_client_that_reads_nothing_is_given_up(service: HttpService) -> None:
     """Its socket takes what the kernel takes; what is written is bounded, and it is not kept."""
-    began = time.monotonic()
     with socket.socket() as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         one.settimeout(20)
@@ -288,6 +293,7 @@ def test_a_client_that_reads_nothing_is_given_up(service: HttpService) -> None:
         wait_until(lambda: service.num_connections() == 0, 15, "the connection to be ended")
 
 
+@pytest.mark.slow  # waits for deadlines
 def test_a_client_that_says_nothing_or_half_is_given_up(service: HttpService) -> None:
     ask = service.post_bytes(prompt=PROMPT)
     with service.socket(), service.socket(ask[:20]), service.socket(ask[:-5]) as late:

@@ -129,7 +129,7 @@ class HttpService:
     def until_idle(self) -> None:
         """Nothing is under way in the front, the router and both workers, and nothing is lost."""
         wait_until(lambda: self.front.num_in_flight == 0, 10, "the front")
-        wait_until(lambda: not self.router._completions, 10, "the router")
+        wait_until(lambda: not self.router._delivery.completions, 10, "the router")
         wait_until(lambda: self.within(self.cluster.idle), 10, "the workers")
         for worker in (self.prefill, self.decode):
             self.within(worker.check_conserved)
