@@ -241,6 +241,8 @@ class Router:
             case Status():
                 self._statuses[letter.peer] = message
                 self._delivery.estimates.told(backend, message.values)
+                if message.values.get("is_draining"):
+                    self._fleet.drains(backend, "it says so")
             case CacheState():
                 self._cache_states[letter.peer] = message
             case Drain(reason=reason):
