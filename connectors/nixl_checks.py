@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
+from connectors.nixl_api import load_nixl, translated
 from connectors.nixl_environment import (
     Setting,
     environment_plan,
@@ -69,11 +70,26 @@ def trial_checks() -> list[Check]:
     return [Check("connector nixl", "ok", text, "any host, any memory")]
 
 
+def plugin_checks() -> list[Check]:
+    """Which of NIXL's plugins are installed; UCX is the one that moves KV here."""
+    api = load_nixl()
+    try:
+        with translated("get_plugin_list"):
+            config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+            names = api.nixl_agent(f"doctor-plugins-{os.getpid()}", config).get_plugin_list()
+    except KvxferError as error:
+        return [Check("NIXL plugins", "warn", str(error), "is nixl installed as a whole?")]
+    if "UCX" in names:
+        return [Check("NIXL plugins", "ok", ", ".join(sorted(names)), "kvxfer uses UCX")]
+    hint = "without UCX KV moves by peer only, within one host: reinstall nixl"
+    return [Check("NIXL plugins", "fail", ", ".join(sorted(names)) or "none", hint)]
+
+
 def checks() -> list[Check]:
     settings = setting_checks(os.environ, has_rdma(), usable_cores())
     if any(check.status == "fail" for check in settings):
         return settings
-    return [*trial_checks(), *settings]
+    return [*trial_checks(), *plugin_checks(), *settings]
 
 
 if __name__ == "__main__":

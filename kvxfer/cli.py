@@ -6,33 +6,26 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Annotated, NoReturn
 
 import cyclopts
+from cyclopts import Parameter
 
-from kvxfer.bench.beside import BesideOptions
-from kvxfer.bench.buffer import BufferOptions
-from kvxfer.bench.buffer_plot import BufferPlotOptions
-from kvxfer.bench.control import ControlOptions
-from kvxfer.bench.growth import GrowthOptions
-from kvxfer.bench.identity import IdentityOptions
-from kvxfer.bench.layouts import LayoutsOptions
-from kvxfer.bench.namespaces import NamespacesOptions
-from kvxfer.bench.residency import ResidencyOptions
-from kvxfer.bench.share import ShareOptions
-from kvxfer.bench.soak import SoakOptions
-from kvxfer.bench.stress import StressOptions
-from kvxfer.bench.tokens import TokensOptions
-from kvxfer.bench.transfer import TransferOptions
-from kvxfer.bench.transfer_sweep import SweepOptions
-from kvxfer.command import run_app
+from kvxfer.bench.commands import bench
+from kvxfer.command import Settings, parse, run_app
+from kvxfer.config import WorkerOptions
 from kvxfer.demo.plan import DemoOptions
-from kvxfer.serve.prompts import RouterOptions
+from kvxfer.serve.complete import CompleteOptions
+from kvxfer.serve.options import RouterOptions, ServeOptions
+from kvxfer.serve.status import StatusOptions
 
 app = cyclopts.App(
     name="kvxfer",
     help="Disaggregated prefill/decode KV transfer on KV caches that grow.",
+    config=[Settings()],
     result_action="return_value",
 )
+app.command(bench)
 
 
 @app.command
@@ -49,14 +42,90 @@ def demo(options: DemoOptions = DemoOptions()) -> int:  # noqa: B008  frozen, so
 
 
 @app.command
-def router(options: RouterOptions) -> int:
-    """Send prompts to workers that were started by hand, and stream the answers.
+def serve(*, options: ServeOptions = ServeOptions(), worker: WorkerOptions) -> int:  # noqa: B008
+    """Start prefill and decode workers on this host, and serve OpenAI's API in front of them.
 
-    Example: kvxfer router --model DIR --decode tcp://127.0.0.1:5602 --prompt "To be"
+    GPUs are given to the workers in turn, memory is divided among them, and who dies is started
+    again. Ctrl-C ends all at once, SIGTERM once the requests under way have ended.
+    Example: kvxfer serve --model DIR --prefill 2 --decode 2
     """
-    from kvxfer.serve.prompts import run_router
+    from kvxfer.serve.run import run_serve
+
+    by_role = {
+        role: parse(serve, sys.argv[2:], Settings("serve", role))["worker"]
+        for role in ("prefill", "decode")
+    }
+    return run_serve(options, worker, by_role)
+
+
+@app.command
+def prefill(options: WorkerOptions) -> int:
+    """Run a prefill worker: computes prompts and hands their KV to decode workers.
+
+    It binds --listen, prints where, and serves until Ctrl-C.
+    Example: kvxfer prefill --model DIR --listen tcp://127.0.0.1:5601
+    """
+    return _become("prefill")
+
+
+@app.command
+def decode(
+    options: WorkerOptions,
+    *,
+    prefill: Annotated[list[str], Parameter(consume_multiple=True)],
+) -> int:
+    """Run a decode worker: takes prompts from routers, their KV from prefill workers.
+
+    Example: kvxfer decode --model DIR --listen tcp://127.0.0.1:5602
+    --prefill tcp://127.0.0.1:5601
+
+    Parameters
+    ----------
+    prefill
+        Address of each prefill worker; it may start later.
+    """
+    return _become("decode")
+
+
+def _become(module: str) -> NoReturn:
+    """Go on as `python -m module` with the same arguments, which were found good: the core imports
+    no worker."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *sys.argv[2:]])
+
+
+@app.command
+def router(options: RouterOptions) -> int:
+    """Serve OpenAI's API in front of workers that were started by others.
+
+    Example: kvxfer router --model DIR --prefill tcp://127.0.0.1:5601
+    --decode tcp://127.0.0.1:5602
+    """
+    from kvxfer.serve.run import run_router
 
     return run_router(options)
+
+
+@app.command
+def status(options: StatusOptions = StatusOptions()) -> int:  # noqa: B008
+    """What a router says of itself: its workers, their caches, queues and lanes.
+
+    Example: kvxfer status --url http://127.0.0.1:8000 --watch
+    """
+    from kvxfer.serve.status import run_status
+
+    return run_status(options)
+
+
+@app.command
+def complete(options: CompleteOptions) -> int:
+    """Send prompts to workers without HTTP, and stream the answers.
+
+    Example: kvxfer complete --model DIR --decode tcp://127.0.0.1:5602 --prompt "To be"
+    """
+    from kvxfer.serve.complete import run_complete
+
+    return run_complete(options)
 
 
 @app.command
@@ -95,195 +164,6 @@ def keygen(directory: Path, name: str) -> int:
     for path in make_key_pair(directory, name):
         print(path)
     return 0
-
-
-bench = cyclopts.App(name="bench", help="Measure, with verified data.")
-app.command(bench)
-
-
-@bench.command
-def growth(options: GrowthOptions = GrowthOptions()) -> int:  # noqa: B008
-    """How long until memory that a cache was just extended by is of use to a peer.
-
-    Example, on a GPU: kvxfer bench growth --gib 64 --json growth.json
-    """
-    from kvxfer.bench.growth import run_growth
-
-    return run_growth(options)
-
-
-@bench.command
-def layouts(options: LayoutsOptions = LayoutsOptions()) -> int:  # noqa: B008
-    """The time of a decode step in each of the six cache layouts, as a ratio to the best.
-
-    Exit code 1 if the layouts do not give the same tokens.
-    Example, on a GPU: kvxfer bench layouts --contexts 1024 --contexts 8192 --json layouts.json
-    """
-    from kvxfer.bench.layouts import run_layouts
-
-    return run_layouts(options)
-
-
-@bench.command
-def stress(options: StressOptions = StressOptions()) -> int:  # noqa: B008
-    """A load that takes much memory late, on a cache sized by an estimate and on one that grew.
-
-    Speculative decoding with a drafting model: its graphs, logits and sampling workspaces. The
-    fixed cache is tried at its usual share of the device, then at less, until the load survives.
-    Run again after it was cut short, it goes on where it was.
-    Example, on a GPU: kvxfer bench stress --json stress.json
-    """
-    from kvxfer.bench.stress import run_stress
-
-    return run_stress(options)
-
-
-@bench.command
-def share(options: ShareOptions = ShareOptions()) -> int:  # noqa: B008
-    """The growable cache's size as a share of the largest with which the same load survives.
-
-    Exit code 1 below 0.97.
-    Example, on a GPU: kvxfer bench share --resolution-mib 128 --json share.json
-    """
-    from kvxfer.bench.share import run_share
-
-    return run_share(options)
-
-
-@bench.command
-def identity(options: IdentityOptions = IdentityOptions()) -> int:  # noqa: B008
-    """Whether a cache that grows, sleeps or was told its size gives the bytes of a fixed one.
-
-    Exit code 1 if a token or a block of the prompts' KV differs.
-    Example: kvxfer bench identity --device cuda --json identity.json
-    """
-    from kvxfer.bench.identity import run_identity
-
-    return run_identity(options)
-
-
-@bench.command
-def namespaces(options: NamespacesOptions = NamespacesOptions()) -> int:  # noqa: B008
-    """How well a hand-over uses a slow link between two hosts: here, between network namespaces.
-
-    Needs root. Exit code 1 where a bar is missed or a byte is wrong.
-    Example: kvxfer bench namespaces --json namespaces.json
-    """
-    from kvxfer.bench.namespaces import run_namespaces
-
-    return run_namespaces(options)
-
-
-@bench.command
-def residency(options: ResidencyOptions = ResidencyOptions()) -> int:  # noqa: B008
-    """Random growing, shrinking, sleeping, waking and packing, and what was lost or leaked by it.
-
-    Exit code 1 if anything was.
-    Example: kvxfer bench residency --device cuda --steps 1000 --json residency.json
-    """
-    from kvxfer.bench.residency import run_residency
-
-    return run_residency(options)
-
-
-@bench.command
-def buffer(options: BufferOptions = BufferOptions()) -> int:  # noqa: B008
-    """Which fraction of warm-up's transient peak a long mixed load needs beyond it.
-
-    Logs what is held besides the KV, fits the fraction, tries it, and draws it (with matplotlib).
-    Example, on a GPU: kvxfer bench buffer --minutes 10 --json buffer.json
-    """
-    from kvxfer.bench.buffer import run_buffer
-
-    return run_buffer(options)
-
-
-@bench.command
-def buffer_plot(options: BufferPlotOptions) -> int:
-    """Draw what `kvxfer bench buffer` logged, anywhere, later.
-
-    Example: kvxfer bench buffer-plot --samples buffer.jsonl --out buffer.svg
-    """
-    from kvxfer.bench.buffer_plot import run_buffer_plot
-
-    return run_buffer_plot(options)
-
-
-@bench.command
-def tokens(options: TokensOptions = TokensOptions()) -> int:  # noqa: B008
-    """What a hand-over adds to a prompt's first two tokens, and where that time goes.
-
-    Exit code 1 where a bar is missed or an answer is wrong.
-    Example, on two GPUs: kvxfer bench tokens --json tests/bench/results/transfer-tokens.json
-    """
-    from kvxfer.bench.tokens import run_tokens
-
-    return run_tokens(options)
-
-
-@bench.command
-def beside(options: BesideOptions = BesideOptions()) -> int:  # noqa: B008
-    """What KV that moves in the background costs decode's tokens and prefill's chunks.
-
-    Exit code 1 where a bar is missed or a byte is wrong.
-    Example, on two GPUs: kvxfer bench beside --json tests/bench/results/transfer-beside.json
-    """
-    from kvxfer.bench.beside import run_beside
-
-    return run_beside(options)
-
-
-@bench.command
-def control(options: ControlOptions = ControlOptions()) -> int:  # noqa: B008
-    """What a hand-over costs besides the model and the bytes: its latency, and how many a second.
-
-    Exit code 1 where a bar is missed.
-    Example: kvxfer bench control --json tests/bench/results/control-cost.json
-    """
-    from kvxfer.bench.control import run_control
-
-    return run_control(options)
-
-
-@bench.command
-def soak(options: SoakOptions = SoakOptions()) -> int:  # noqa: B008
-    """Many hand-overs while both caches grow, shrink and sleep: what was wrong, lost or leaked.
-
-    By NIXL, by `peer` and by both. Exit code 1 if anything was wrong, lost or leaked.
-    Example: kvxfer bench soak --hand-overs 100000 --json tests/bench/results/control-soak.json
-    """
-    from kvxfer.bench.soak import run_soak
-
-    return run_soak(options)
-
-
-transfer = cyclopts.App(name="transfer")
-bench.command(transfer)
-
-
-@transfer.default
-def transfer_case(case: str, options: TransferOptions = TransferOptions()) -> int:  # noqa: B008
-    """How fast KV moves between two processes, as a share of what the machine can do.
-
-    CASE is one of peer-nvlink, peer-layouts, peer-vs-nixl, peer-one-gpu, nixl-growable, peer-host,
-    nixl-overhead and growth-overlap, or all. Every byte is checked. Exit code 1 where a bar is
-    missed or a byte is wrong.
-    Example, on two GPUs: kvxfer bench transfer all --json-dir tests/bench/results
-    """
-    from kvxfer.bench.transfer import run_transfer
-
-    return run_transfer(case, options)
-
-
-@transfer.command
-def sweep(options: SweepOptions = SweepOptions()) -> int:  # noqa: B008
-    """Every connector, direction and size of run between two processes, as a table.
-
-    Example: kvxfer bench transfer sweep --connectors nixl,peer --plot sweep.svg
-    """
-    from kvxfer.bench.transfer_sweep import run_sweep
-
-    return run_sweep(options)
 
 
 def main() -> None:

@@ -29,4 +29,4 @@ def make_role(parts: WorkerParts) -> Role:
 
 
 if __name__ == "__main__":
-    run_command(prefill, "python -m prefill")
+    run_command(prefill, "python -m prefill", "prefill")

@@ -15,4 +15,4 @@ def prefill(options: WorkerOptions) -> int:
 
 
 if __name__ == "__main__":
-    run_command(prefill, "python -m prefill.null")
+    run_command(prefill, "python -m prefill.null", "prefill")

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,8 +27,9 @@ from kvxfer.doctor.machine import (
     shared_memory_checks,
     virtual_memory_checks,
 )
-from kvxfer.doctor.network import network_checks
+from kvxfer.doctor.network import has_rdma_device, network_checks
 from kvxfer.doctor.packages import NAMES, package_checks
+from kvxfer.doctor.ports import port_checks
 from kvxfer.doctor.run import examine, exit_code
 from kvxfer.doctor.screen import show
 from kvxfer.errors import DriverError
@@ -67,6 +69,33 @@ def test_limits(tmp_path: Path) -> None:
     assert statuses(limit_checks((256, 1024), 0, proc))["open files"] == "warn"
     write(tmp_path, {"sys/vm/max_map_count": "1000"})
     assert statuses(limit_checks((1024, 1 << 20), 0, proc))["mappings"] == "warn"
+
+
+def test_locked_memory_matters_where_there_is_an_rdma_card(tmp_path: Path) -> None:
+    proc = write(tmp_path / "proc", {"sys/vm/max_map_count": "65530\n"})
+    few, unlimited = 8 << 20, resource.RLIM_INFINITY
+    assert statuses(limit_checks((1, 5000), few, proc, True))["locked memory"] == "warn"
+    assert statuses(limit_checks((1, 5000), few, proc, False))["locked memory"] == "ok"
+    assert statuses(limit_checks((1, 5000), unlimited, proc, True))["locked memory"] == "ok"
+    assert not has_rdma_device(tmp_path)
+    (tmp_path / "class/infiniband/mlx5_0").mkdir(parents=True)
+    assert has_rdma_device(tmp_path)
+
+
+def test_ports(tmp_path: Path) -> None:
+    proc = write(tmp_path, {"sys/net/ipv4/ip_local_port_range": "32768\t60999\n"})
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        found = statuses(port_checks(proc, port))
+        assert found == {f"port {port}": "warn", "ports to choose from": "ok"}
+    write(tmp_path, {"sys/net/ipv4/ip_local_port_range": "60000 60999"})
+    assert statuses(port_checks(proc, port)) == {
+        f"port {port}": "ok",
+        "ports to choose from": "warn",
+    }
+    assert statuses(port_checks(tmp_path / "none", port))["ports to choose from"] == "warn"
 
 
 def test_cores_and_shared_memory(tmp_path: Path) -> None:

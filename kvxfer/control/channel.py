@@ -149,13 +149,48 @@ class Channel:
         try:
             dealer.connect(plain)
         except zmq.ZMQError as error:
+            self._close_dealer(key, dealer)
             raise UsageError("address", address, f"cannot connect: {error}") from error
         self._dealers[key] = dealer
         return key
 
+    def check_dial(self, field: str, address: str) -> None:
+        """Raise UsageError where `dial` would refuse `address`."""
+        check_dial(field, address, self._keys)
+
+    def hang_up(self, key: str) -> None:
+        """End the connection to a worker that we dialled: what was sent may still leave, within
+        LINGER_MS, and nothing of it comes in any more. Idempotent."""
+        dealer = self._dealers.pop(key, None)
+        if dealer is not None:
+            self._end_batch(dealer)
+            self._close_dealer(key, dealer)
+
+    def _close_dealer(self, key: str, dealer: zmq.Socket[bytes]) -> None:
+        self._poller.unregister(dealer)
+        self._server_keys.pop(key, None)
+        dealer.close()
+
     def watch(self, fd: int) -> None:
         """Let `poll` return early when `fd` becomes readable; its owner reads it."""
         self._poller.register(fd, zmq.POLLIN)
+
+    def fds(self) -> list[int]:
+        """File descriptors that become readable when something may have arrived, for an event loop.
+
+        They are ZeroMQ's, and edge-triggered: any call on a socket, a send too, may take the edge
+        away. So whoever waits on them polls until `is_readable` is False, after sends as well.
+        """
+        return [int(socket.getsockopt(zmq.FD)) for socket in self._sockets()]
+
+    def is_readable(self) -> bool:
+        """Whether `poll` would find something now."""
+        return any(int(socket.getsockopt(zmq.EVENTS)) & _READABLE for socket in self._sockets())
+
+    def _sockets(self) -> list[zmq.Socket[bytes]]:
+        own = [self._router] if self._router is not None else []
+        door = [self._door.socket] if self._door is not None else []
+        return [*own, *door, *self._dealers.values()]
 
     def send(self, peer: str, message: Message) -> None:
         """Queue a message. Raises ControlError when the peer is gone or takes nothing more."""

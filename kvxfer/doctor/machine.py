@@ -15,6 +15,7 @@ import platform
 import resource
 from pathlib import Path
 
+from kvxfer.doctor.network import has_rdma_device
 from kvxfer.errors import KvxferError
 from kvxfer.memory.host import HostDriver
 from kvxfer.memory.limits import HostMemory
@@ -48,16 +49,16 @@ def core_checks(usable: int, present: int) -> list[Check]:
     return [Check("cores", "warn", value, hint)]
 
 
-def limit_checks(open_files: tuple[int, int], locked_bytes: int, proc: Path) -> list[Check]:
+def limit_checks(
+    open_files: tuple[int, int], locked_bytes: int, proc: Path, has_rdma: bool = False
+) -> list[Check]:
     """`open_files` is (soft, hard); `resource.RLIM_INFINITY` is no limit."""
     soft, hard = open_files
     value = f"{_number(soft)}, at most {_number(hard)}"
     few = hard != resource.RLIM_INFINITY and hard < _FEW_FILES
-    hint = f"a chunk of a cache takes one: raise the hard limit to {_FEW_FILES} or more"
+    hint = f"a chunk of a cache takes one, a client too: raise the hard limit to {_FEW_FILES}"
     checks = [Check("open files", "warn", value, hint) if few else Check("open files", "ok", value)]
-    checks.append(
-        Check("locked memory", "ok", _number(locked_bytes), "RDMA pins: it wants no limit there")
-    )
+    checks.append(_locked_check(locked_bytes, has_rdma))
     mappings = int((proc / "sys/vm/max_map_count").read_text())
     if mappings < _FEW_MAPPINGS:
         hint = (
@@ -67,6 +68,15 @@ def limit_checks(open_files: tuple[int, int], locked_bytes: int, proc: Path) -> 
     else:
         checks.append(Check("mappings", "ok", str(mappings)))
     return checks
+
+
+def _locked_check(locked_bytes: int, has_rdma: bool) -> Check:
+    """A cache that is registered with an RDMA card is pinned, all that is committed of it."""
+    value = _number(locked_bytes)
+    if has_rdma and locked_bytes != resource.RLIM_INFINITY:
+        hint = "registering a cache with the RDMA card fails beyond it: ulimit -l unlimited"
+        return Check("locked memory", "warn", value, hint)
+    return Check("locked memory", "ok", value, "RDMA pins: it wants no limit there")
 
 
 def _number(limit: int) -> str:
@@ -155,6 +165,7 @@ def machine(proc: Path = Path("/proc")) -> list[Check]:
             resource.getrlimit(resource.RLIMIT_NOFILE),
             resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
             proc,
+            has_rdma_device(),
         ),
         *shared_memory_checks(Path("/dev/shm")),
         *virtual_memory_checks(),

@@ -23,6 +23,11 @@ def network_checks(sysfs: Path = Path("/sys")) -> list[Check]:
     return [*checks, *_infiniband(sysfs / "class/infiniband")]
 
 
+def has_rdma_device(sysfs: Path = Path("/sys")) -> bool:
+    directory = sysfs / "class/infiniband"
+    return directory.is_dir() and any(directory.iterdir())
+
+
 def _interface(path: Path) -> Check:
     state = _text(path / "operstate") or "unknown"
     mbits = int(_text(path / "speed") or -1)

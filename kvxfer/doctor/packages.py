@@ -11,7 +11,8 @@ from kvxfer.telemetry.checks import Check
 
 OLDEST_PYTHON = (3, 11)
 
-_NEEDED = ("kvxfer", "torch", "transformers", "nixl", "pyzmq", "msgspec", "numpy")
+_NEEDED = ("kvxfer", "torch", "transformers", "nixl", "pyzmq", "msgspec", "numpy",
+           "starlette", "uvicorn", "prometheus-client")  # fmt: skip
 _FOR_GPUS = ("triton", "cuda-bindings")
 NAMES = (*_NEEDED, *_FOR_GPUS)
 

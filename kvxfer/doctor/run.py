@@ -14,6 +14,7 @@ from kvxfer.doctor.devices import devices
 from kvxfer.doctor.machine import machine
 from kvxfer.doctor.network import network_checks
 from kvxfer.doctor.packages import packages
+from kvxfer.doctor.ports import port_checks
 from kvxfer.doctor.screen import show
 from kvxfer.errors import KvxferError
 from kvxfer.telemetry.checks import Check
@@ -24,7 +25,7 @@ SECTIONS: Mapping[str, tuple[Section, ...]] = {
     "packages": (packages,),
     "machine": (machine,),
     "devices": (devices,),
-    "network": (network_checks,),
+    "network": (network_checks, port_checks),
     "connectors": (
         partial(connector_checks, "peer"),
         partial(connector_checks, "nixl"),

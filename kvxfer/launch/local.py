@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,7 +86,7 @@ class LocalLauncher:
 
     def __init__(self, log_dir: Path, on_step: OnStep) -> None:
         self._log_dir = log_dir
-        self._on_step = on_step
+        self.on_step = on_step
         self._workers: list[WorkerProcess] = []
 
     def __enter__(self) -> LocalLauncher:
@@ -96,10 +96,17 @@ class LocalLauncher:
         self.stop()
 
     def start(
-        self, name: str, module: str, arguments: Sequence[str], wrapper: Sequence[str] = ()
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        wrapper: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> WorkerProcess:
         """Run `wrapper python -m module arguments`; returns at once. `wrapper` are the words of a
-        command that executes what follows in its own place, as nsenter and env do."""
+        command that executes what follows in its own place, as nsenter and env do; the
+        `environment` is ours by default. Started again, it goes on in the same log."""
+        again = any(worker.name == name for worker in self._workers)
         log = self._log_dir / f"{name}.log"
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(read_fd, False)
@@ -107,7 +114,7 @@ class LocalLauncher:
         python = [*wrapper, sys.executable, "-P", "-m", module]
         command = [*python, *arguments, "--ready-fd", str(write_fd)]
         try:
-            with log.open("wb") as output:
+            with log.open("ab" if again else "wb") as output:
                 process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -115,6 +122,7 @@ class LocalLauncher:
                     stderr=subprocess.STDOUT,
                     pass_fds=(write_fd,),
                     start_new_session=True,
+                    env=environment,
                 )
         except OSError:
             os.close(read_fd)
@@ -122,8 +130,18 @@ class LocalLauncher:
         finally:
             os.close(write_fd)
         worker = WorkerProcess(name, process, log, read_fd)
+        for earlier in [one for one in self._workers if again and one.name == name]:
+            self._remove(earlier)
         self._workers.append(worker)
         return worker
+
+    def _remove(self, worker: WorkerProcess) -> None:
+        """Of two processes of a name only the last is ours to watch: the first has ended."""
+        if worker.process.poll() is None:
+            worker.process.kill()
+            worker.process.wait(5.0)
+        worker.close()
+        self._workers.remove(worker)
 
     def wait_for(
         self, done: Callable[[], bool], timeout_s: float, what: str, pause_s: float = 0.02
@@ -141,7 +159,7 @@ class LocalLauncher:
     def check(self) -> None:
         """Raise WorkerDied if any has ended; take in what the others say."""
         for worker in self._workers:
-            worker.read_events(self._on_step)
+            worker.read_events(self.on_step)
             ending = worker.ending()
             if ending is not None:
                 raise ending
@@ -156,11 +174,16 @@ class LocalLauncher:
         found = (worker.ending() for worker in self._workers)
         return [ending for ending in found if ending is not None]
 
-    def stop(self) -> None:
-        """End all processes: SIGTERM, a grace, SIGKILL. Idempotent."""
+    def terminate(self) -> list[WorkerProcess]:
+        """Ask those that live to end, and return them; `stop` waits for it."""
         alive = [worker for worker in self._workers if worker.process.poll() is None]
         for worker in alive:
             worker.process.terminate()
+        return alive
+
+    def stop(self) -> None:
+        """End all processes: SIGTERM, a grace, SIGKILL. Idempotent."""
+        alive = self.terminate()
         deadline_s = time.monotonic() + GRACE_S
         for worker in alive:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -79,7 +79,7 @@ def test_a_pair_started_by_hand_serves_prompts(prefill: HandStarted, tmp_path: P
         "decode", tmp_path / "log", "--prefill", prefill.address, "--kv-cache-layout", "BHLNC"
     ) as decode:
         decode.wait_for("peer prefill-a is ready")
-        ask_router = (*KVXFER, "router", "--model", str(TINY_MODEL), "--decode", decode.address)
+        ask_router = (*KVXFER, "complete", "--model", str(TINY_MODEL), "--decode", decode.address)
         prompt = "HAMLET.\nTo be, or not to be: that is the question:\n"
         answers = [
             run(*ask_router, "--prompt", prompt, "--max-new-tokens", "24", *more)
@@ -210,7 +210,7 @@ def test_another_model_is_refused_by_name(prefill: HandStarted, tmp_path: Path) 
 def test_a_router_that_finds_nobody_says_so() -> None:
     started = time.monotonic()
     done = run(
-        *KVXFER, "router", "--model", str(TINY_MODEL), "--decode", "tcp://127.0.0.1:9",
+        *KVXFER, "complete", "--model", str(TINY_MODEL), "--decode", "tcp://127.0.0.1:9",
         "--prompt", "x", "--connect-timeout-s", "1",
     )  # fmt: skip
     done.check_one_clear_line(1, "tcp://127.0.0.1:9", "no answer")

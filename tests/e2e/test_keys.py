@@ -36,7 +36,7 @@ def test_what_needs_keys_is_refused_in_one_line(tmp_path: Path) -> None:
     far, missing = "tcp://10.1.2.3:5601", str(tmp_path / "x.key")
     worker("prefill", "--listen", far).check_one_clear_line(2, "listen", far, "key_file")
     worker("decode", "--prefill", far).check_one_clear_line(2, "prefill", far, "key_file")
-    router = ("router", "--model", str(TINY_MODEL), "--prompt", "x", "--decode", far)
+    router = ("complete", "--model", str(TINY_MODEL), "--prompt", "x", "--decode", far)
     run(*KVXFER, *router).check_one_clear_line(2, "decode", far, "key_file")
     both = ("--key-file", missing, "--peer-keys", str(tmp_path))
     worker("prefill", *both).check_one_clear_line(2, "key_file", missing, "No such file")
@@ -72,7 +72,7 @@ def test_workers_with_keys_serve_on_an_address_that_others_reach(tmp_path: Path)
         log = tmp_path / "d.log"
         with hand_started("decode", log, *listen, *dial, *options["decode-0"]) as decode:
             decode.wait_for("is ready, lane")
-            ask = (*KVXFER, "router", "--model", str(TINY_MODEL), "--decode", decode.address)
+            ask = (*KVXFER, "complete", "--model", str(TINY_MODEL), "--decode", decode.address)
             ask = (*ask, "--prompt", "To be", "--max-new-tokens", "5")
             answer = run(*ask, *options["router-0"])
             assert (answer.code, answer.err) == (0, "")

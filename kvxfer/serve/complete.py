@@ -1,4 +1,4 @@
-"""`kvxfer router`: sends prompts to workers that were started by hand, and streams the answers."""
+"""`kvxfer complete`: sends prompts to workers started by hand, and streams the answers."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from kvxfer.serve.text import TextStream
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterOptions:
-    """What `kvxfer router` may be told."""
+class CompleteOptions:
+    """What `kvxfer complete` may be told."""
 
     model: Path
-    """The directory that the workers run; the router reads its tokenizer."""
+    """The directory that the workers run; its tokenizer is read here."""
     decode: Annotated[tuple[str, ...], Parameter(negative=())]
     """Address of a decode worker, with keys ADDRESS#NAME of its key; may be given several times. A
     prompt whose worker is lost before a token of it came goes to another."""
     key_file: Path | None = None
-    """Secret key of this router, NAME.key of `kvxfer keygen`."""
+    """Secret key of this command, NAME.key of `kvxfer keygen`."""
     peer_keys: Path | None = None
     """Directory with the NAME.pub of the workers."""
     prompt: Annotated[tuple[str, ...], Parameter(negative=())] = ()
@@ -51,7 +51,7 @@ class RouterOptions:
     """For one answer."""
 
 
-def run_router(options: RouterOptions) -> int:
+def run_complete(options: CompleteOptions) -> int:
     """Send each prompt, print its answer as it comes. Raises KvxferError."""
     _check(options)
     keys = Keys.load(options.key_file, options.peer_keys)
@@ -74,7 +74,7 @@ def run_router(options: RouterOptions) -> int:
     return 0
 
 
-def _check(options: RouterOptions) -> None:
+def _check(options: CompleteOptions) -> None:
     if options.max_new_tokens < 1:
         raise UsageError("max_new_tokens", options.max_new_tokens, "must be at least 1")
     if not options.temperature >= 0:
@@ -88,7 +88,7 @@ def _prompts(given: Sequence[str]) -> Iterable[str]:
 
 
 def _answer(
-    options: RouterOptions,
+    options: CompleteOptions,
     info: ModelInfo,
     tokenizer: Tokenizer,
     router: Router,

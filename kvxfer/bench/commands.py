@@ -1,0 +1,208 @@
+"""`kvxfer bench`: its commands. Each imports what it runs when it runs."""
+
+from __future__ import annotations
+
+import cyclopts
+
+from kvxfer.bench.beside import BesideOptions
+from kvxfer.bench.buffer import BufferOptions
+from kvxfer.bench.buffer_plot import BufferPlotOptions
+from kvxfer.bench.control import ControlOptions
+from kvxfer.bench.growth import GrowthOptions
+from kvxfer.bench.identity import IdentityOptions
+from kvxfer.bench.layouts import LayoutsOptions
+from kvxfer.bench.namespaces import NamespacesOptions
+from kvxfer.bench.residency import ResidencyOptions
+from kvxfer.bench.share import ShareOptions
+from kvxfer.bench.soak import SoakOptions
+from kvxfer.bench.stress import StressOptions
+from kvxfer.bench.tokens import TokensOptions
+from kvxfer.bench.transfer import TransferOptions
+from kvxfer.bench.transfer_sweep import SweepOptions
+
+bench = cyclopts.App(name="bench", help="Measure, with verified data.")
+
+
+@bench.command
+def growth(options: GrowthOptions = GrowthOptions()) -> int:  # noqa: B008
+    """How long until memory that a cache was just extended by is of use to a peer.
+
+    Example, on a GPU: kvxfer bench growth --gib 64 --json growth.json
+    """
+    from kvxfer.bench.growth import run_growth
+
+    return run_growth(options)
+
+
+@bench.command
+def layouts(options: LayoutsOptions = LayoutsOptions()) -> int:  # noqa: B008
+    """The time of a decode step in each of the six cache layouts, as a ratio to the best.
+
+    Exit code 1 if the layouts do not give the same tokens.
+    Example, on a GPU: kvxfer bench layouts --contexts 1024 --contexts 8192 --json layouts.json
+    """
+    from kvxfer.bench.layouts import run_layouts
+
+    return run_layouts(options)
+
+
+@bench.command
+def stress(options: StressOptions = StressOptions()) -> int:  # noqa: B008
+    """A load that takes much memory late, on a cache sized by an estimate and on one that grew.
+
+    Speculative decoding with a drafting model: its graphs, logits and sampling workspaces. The
+    fixed cache is tried at its usual share of the device, then at less, until the load survives.
+    Run again after it was cut short, it goes on where it was.
+    Example, on a GPU: kvxfer bench stress --json stress.json
+    """
+    from kvxfer.bench.stress import run_stress
+
+    return run_stress(options)
+
+
+@bench.command
+def share(options: ShareOptions = ShareOptions()) -> int:  # noqa: B008
+    """The growable cache's size as a share of the largest with which the same load survives.
+
+    Exit code 1 below 0.97.
+    Example, on a GPU: kvxfer bench share --resolution-mib 128 --json share.json
+    """
+    from kvxfer.bench.share import run_share
+
+    return run_share(options)
+
+
+@bench.command
+def identity(options: IdentityOptions = IdentityOptions()) -> int:  # noqa: B008
+    """Whether a cache that grows, sleeps or was told its size gives the bytes of a fixed one.
+
+    Exit code 1 if a token or a block of the prompts' KV differs.
+    Example: kvxfer bench identity --device cuda --json identity.json
+    """
+    from kvxfer.bench.identity import run_identity
+
+    return run_identity(options)
+
+
+@bench.command
+def namespaces(options: NamespacesOptions = NamespacesOptions()) -> int:  # noqa: B008
+    """How well a hand-over uses a slow link between two hosts: here, between network namespaces.
+
+    Needs root. Exit code 1 where a bar is missed or a byte is wrong.
+    Example: kvxfer bench namespaces --json namespaces.json
+    """
+    from kvxfer.bench.namespaces import run_namespaces
+
+    return run_namespaces(options)
+
+
+@bench.command
+def residency(options: ResidencyOptions = ResidencyOptions()) -> int:  # noqa: B008
+    """Random growing, shrinking, sleeping, waking and packing, and what was lost or leaked by it.
+
+    Exit code 1 if anything was.
+    Example: kvxfer bench residency --device cuda --steps 1000 --json residency.json
+    """
+    from kvxfer.bench.residency import run_residency
+
+    return run_residency(options)
+
+
+@bench.command
+def buffer(options: BufferOptions = BufferOptions()) -> int:  # noqa: B008
+    """Which fraction of warm-up's transient peak a long mixed load needs beyond it.
+
+    Logs what is held besides the KV, fits the fraction, tries it, and draws it (with matplotlib).
+    Example, on a GPU: kvxfer bench buffer --minutes 10 --json buffer.json
+    """
+    from kvxfer.bench.buffer import run_buffer
+
+    return run_buffer(options)
+
+
+@bench.command
+def buffer_plot(options: BufferPlotOptions) -> int:
+    """Draw what `kvxfer bench buffer` logged, anywhere, later.
+
+    Example: kvxfer bench buffer-plot --samples buffer.jsonl --out buffer.svg
+    """
+    from kvxfer.bench.buffer_plot import run_buffer_plot
+
+    return run_buffer_plot(options)
+
+
+@bench.command
+def tokens(options: TokensOptions = TokensOptions()) -> int:  # noqa: B008
+    """What a hand-over adds to a prompt's first two tokens, and where that time goes.
+
+    Exit code 1 where a bar is missed or an answer is wrong.
+    Example, on two GPUs: kvxfer bench tokens --json tests/bench/results/transfer-tokens.json
+    """
+    from kvxfer.bench.tokens import run_tokens
+
+    return run_tokens(options)
+
+
+@bench.command
+def beside(options: BesideOptions = BesideOptions()) -> int:  # noqa: B008
+    """What KV that moves in the background costs decode's tokens and prefill's chunks.
+
+    Exit code 1 where a bar is missed or a byte is wrong.
+    Example, on two GPUs: kvxfer bench beside --json tests/bench/results/transfer-beside.json
+    """
+    from kvxfer.bench.beside import run_beside
+
+    return run_beside(options)
+
+
+@bench.command
+def control(options: ControlOptions = ControlOptions()) -> int:  # noqa: B008
+    """What a hand-over costs besides the model and the bytes: its latency, and how many a second.
+
+    Exit code 1 where a bar is missed.
+    Example: kvxfer bench control --json tests/bench/results/control-cost.json
+    """
+    from kvxfer.bench.control import run_control
+
+    return run_control(options)
+
+
+@bench.command
+def soak(options: SoakOptions = SoakOptions()) -> int:  # noqa: B008
+    """Many hand-overs while both caches grow, shrink and sleep: what was wrong, lost or leaked.
+
+    By NIXL, by `peer` and by both. Exit code 1 if anything was wrong, lost or leaked.
+    Example: kvxfer bench soak --hand-overs 100000 --json tests/bench/results/control-soak.json
+    """
+    from kvxfer.bench.soak import run_soak
+
+    return run_soak(options)
+
+
+transfer = cyclopts.App(name="transfer")
+bench.command(transfer)
+
+
+@transfer.default
+def transfer_case(case: str, options: TransferOptions = TransferOptions()) -> int:  # noqa: B008
+    """How fast KV moves between two processes, as a share of what the machine can do.
+
+    CASE is one of peer-nvlink, peer-layouts, peer-vs-nixl, peer-one-gpu, nixl-growable, peer-host,
+    nixl-overhead and growth-overlap, or all. Every byte is checked. Exit code 1 where a bar is
+    missed or a byte is wrong.
+    Example, on two GPUs: kvxfer bench transfer all --json-dir tests/bench/results
+    """
+    from kvxfer.bench.transfer import run_transfer
+
+    return run_transfer(case, options)
+
+
+@transfer.command
+def sweep(options: SweepOptions = SweepOptions()) -> int:  # noqa: B008
+    """Every connector, direction and size of run between two processes, as a table.
+
+    Example: kvxfer bench transfer sweep --connectors nixl,peer --plot sweep.svg
+    """
+    from kvxfer.bench.transfer_sweep import run_sweep
+
+    return run_sweep(options)

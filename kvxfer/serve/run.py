@@ -1,0 +1,139 @@
+"""`kvxfer router` and `kvxfer serve`: from options to an exit code, with nothing left behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from kvxfer.config import LAYOUT_VARIABLE, WorkerOptions
+from kvxfer.config_file import ROUTER_KEYS, SERVE_KEYS, WORKER_KEYS
+from kvxfer.control.auth import Keys
+from kvxfer.errors import UsageError
+from kvxfer.launch.local import LocalLauncher
+from kvxfer.launch.supervisor import Supervisor
+from kvxfer.memory.limits import HostMemory
+from kvxfer.serve.options import (
+    HttpOptions,
+    RouterOptions,
+    ServeOptions,
+    check_router,
+    check_serve,
+)
+from kvxfer.serve.plan import Machine, ServePlan, count_gpus, plan_serve
+from kvxfer.serve.progress import StartScreen
+from kvxfer.serve.router import Router
+from kvxfer.serve.served import ServedModel
+from kvxfer.serve.service import Service
+from kvxfer.serve.uvicorn_server import bind
+from kvxfer.telemetry.log_rate import BoundedLog
+
+
+def run_router(options: RouterOptions) -> int:
+    """Serve HTTP in front of workers that others started. Raises KvxferError."""
+    _start_log("router")
+    keys = check_router(options)
+    served = _load(options, options.model, options.max_model_len)
+    with ExitStack() as stack:
+        listener = stack.enter_context(bind(options.host, options.port))
+        router = Router(
+            options.peer_timeout_s,
+            survives_loss=True,
+            request_timeout_s=options.request_timeout_s,
+            keys=keys,
+        )
+        stack.callback(router.close)
+        for role, addresses in (("prefill", options.prefill), ("decode", options.decode)):
+            for address in addresses:
+                router.add(address, role)
+        Service(options, served, router, listener).run()
+    return 0
+
+
+def run_serve(
+    options: ServeOptions, worker: WorkerOptions, by_role: Mapping[str, WorkerOptions]
+) -> int:
+    """Start workers on this host, and serve HTTP in front of them. `worker` is what all are told,
+    `by_role` what those of a role are. Raises KvxferError."""
+    _start_log("serve")
+    check_serve(options)
+    keys = Keys.load(worker.key_file, worker.peer_keys)
+    with ExitStack() as stack:
+        run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvxfer-")))
+        counts = {"prefill": options.prefill, "decode": options.decode}
+        machine = Machine(count_gpus(), HostMemory().measure().free_bytes)
+        plan = plan_serve(counts, by_role, machine, run_dir)
+        served = _load(options, worker.model, worker.max_model_len)
+        listener = stack.enter_context(bind(options.host, options.port))
+        screen = StartScreen([one.name for one in plan.workers])
+        launcher = stack.enter_context(LocalLauncher(_log_dir(options, run_dir), screen.step))
+        router = Router(
+            worker.peer_timeout_s,
+            survives_loss=True,
+            request_timeout_s=worker.request_timeout_s,
+            keys=keys,
+        )
+        stack.callback(router.close)
+        stack.enter_context(screen)
+        supervisor = _start_workers(plan, launcher, router, screen)
+
+        def announce(line: str) -> None:
+            screen.close()
+            print(line, flush=True)
+
+        Service(
+            options, served, router, listener, supervisor=supervisor,
+            start_timeout_s=options.start_timeout_s, announce=announce, on_end=launcher.terminate,
+        ).run()  # fmt: skip
+    return 0
+
+
+def _start_workers(
+    plan: ServePlan, launcher: LocalLauncher, router: Router, screen: StartScreen
+) -> Supervisor:
+    for note in plan.notes:
+        screen.say(note)
+    supervisor = Supervisor(launcher, worker_environment(os.environ))
+    supervisor.start(plan.workers)
+    for role in ("prefill", "decode"):
+        for address in plan.addresses(role):
+            router.add(address, role)
+    return supervisor
+
+
+def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without what is told to `serve`: its workers get all they need as flags, and no API key."""
+    names = {*WORKER_KEYS, *ROUTER_KEYS, *SERVE_KEYS, "config"}
+    ours = {f"KVXFER_{name.upper()}" for name in names} - {LAYOUT_VARIABLE}
+    return {name: value for name, value in environment.items() if name not in ours}
+
+
+def _log_dir(options: ServeOptions, run_dir: Path) -> Path:
+    if options.log_dir is None:
+        return run_dir
+    try:
+        options.log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError("log_dir", str(options.log_dir), error.strerror or str(error)) from None
+    return options.log_dir
+
+
+def _load(options: HttpOptions, model: Path, max_model_len: int) -> ServedModel:
+    return ServedModel.load(
+        model,
+        name=options.served_model_name,
+        max_model_len=max_model_len or None,
+        chat_template=options.chat_template,
+    )
+
+
+def _start_log(name: str) -> None:
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(message)s", force=True
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(BoundedLog())
