@@ -21,6 +21,8 @@ from kvxfer.errors import DeadlineExceeded, WorkerDied
 
 GRACE_S = 0.8
 """After SIGTERM; then SIGKILL. Keeps Ctrl-C under two seconds."""
+KILLED_TIMEOUT_S = 30.0
+"""For the kernel to give a killed process's memory back: GiB of it, on a busy machine."""
 OTHERS_TIMEOUT_S = 7.0
 """How long the others get to notice by themselves that one of them died."""
 
@@ -88,6 +90,8 @@ class LocalLauncher:
         self._log_dir = log_dir
         self.on_step = on_step
         self._workers: list[WorkerProcess] = []
+        self._grace_until_s = 0.0
+        """Since when those that live were asked to end, and GRACE_S more."""
 
     def __enter__(self) -> LocalLauncher:
         return self
@@ -139,7 +143,7 @@ class LocalLauncher:
         """Of two processes of a name only the last is ours to watch: the first has ended."""
         if worker.process.poll() is None:
             worker.process.kill()
-            worker.process.wait(5.0)
+            worker.process.wait(KILLED_TIMEOUT_S)
         worker.close()
         self._workers.remove(worker)
 
@@ -175,7 +179,9 @@ class LocalLauncher:
         return [ending for ending in found if ending is not None]
 
     def terminate(self) -> list[WorkerProcess]:
-        """Ask those that live to end, and return them; `stop` waits for it."""
+        """Ask those that live to end, and return them; `stop` waits for it, and counts its grace
+        from the first time on."""
+        self._grace_until_s = self._grace_until_s or time.monotonic() + GRACE_S
         alive = [worker for worker in self._workers if worker.process.poll() is None]
         for worker in alive:
             worker.process.terminate()
@@ -184,13 +190,14 @@ class LocalLauncher:
     def stop(self) -> None:
         """End all processes: SIGTERM, a grace, SIGKILL. Idempotent."""
         alive = self.terminate()
-        deadline_s = time.monotonic() + GRACE_S
         for worker in alive:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(0.0, deadline_s - time.monotonic()))
+                worker.process.wait(max(0.0, self._grace_until_s - time.monotonic()))
             if worker.process.poll() is None:
                 worker.process.kill()
-                worker.process.wait(5.0)
+        for worker in alive:  # all of them die at the same time, not one after the other
+            worker.process.wait(KILLED_TIMEOUT_S)
+        self._grace_until_s = 0.0
         for worker in self._workers:
             worker.close()
         self._workers.clear()

@@ -62,7 +62,7 @@ def run_serve(
     check_serve(options)
     keys = Keys.load(worker.key_file, worker.peer_keys)
     with ExitStack() as stack:
-        run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvxfer-")))
+        run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvxfer-serve-")))
         counts = {"prefill": options.prefill, "decode": options.decode}
         machine = Machine(count_gpus(), HostMemory().measure().free_bytes)
         plan = plan_serve(counts, by_role, machine, run_dir)

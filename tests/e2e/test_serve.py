@@ -82,7 +82,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
         if found.process.poll() is None:
             found.process.kill()
         found.process.wait(10)
-        assert [path.name for path in tmp_path.glob("kvxfer-*")] == []
+        assert [path.name for path in tmp_path.glob("kvxfer-serve-*")] == []
 
 
 def children(pid: int) -> list[int]:
@@ -94,7 +94,11 @@ def test_serve_from_start_to_end(served: Served, leaves_nothing_behind: None) ->
     url = served.url()
     first = served.complete()
     told = json.loads(run(*KVXFER, "status", "--url", url, "--json").out)
-    assert sorted(one["name"] for one in told["processes"]) == ["decode-0", "prefill-0", "prefill-1"]
+    assert sorted(one["name"] for one in told["processes"]) == [
+        "decode-0",
+        "prefill-0",
+        "prefill-1",
+    ]
     assert {one["state"] for one in told["workers"]} == {"ready"}
     victim = next(one for one in told["processes"] if one["name"] == "prefill-0")
     os.kill(victim["pid"], signal.SIGKILL)
