@@ -1,5 +1,5 @@
 """Clusters that leave nothing behind."""
 
-from support.fixtures import cluster
+from support.fixtures import cluster, losing
 
-__all__ = ["cluster"]
+__all__ = ["cluster", "losing"]
