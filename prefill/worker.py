@@ -19,6 +19,7 @@ from kvxfer.transfer.connector import Direction
 from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.integrity import Integrity
 from kvxfer.worker.loop import Handler
+from kvxfer.worker.view import WorkerView
 from prefill.admission import why_not, why_not_granted
 from prefill.job import NOT_STARTED, JobState, PrefillJob
 from prefill.lane_trials import LaneTrialServer
@@ -64,6 +65,7 @@ class PrefillWorker:
         self._integrity = Integrity(parts)
         self._streamer = LayerStreamer(parts)
         self._lane_trials = LaneTrialServer(parts)
+        self._view = WorkerView("prefill", parts, self._in_flight, lambda: len(self._jobs))
         self.handlers: dict[type, Handler] = {
             PrefillRequest: self._on_request,
             GrantQuery: self._on_query,
@@ -71,6 +73,7 @@ class PrefillWorker:
             Taken: self._on_taken,
             Abort: self._on_abort,
             **self._lane_trials.handlers,
+            **self._view.handlers,
         }
         parts.peers.on_met = lambda peer: None  # decode leads the trials, and chooses
         parts.peers.on_lost = self._on_peer_lost
@@ -98,6 +101,7 @@ class PrefillWorker:
             self._last_words.say(key, grant_id, Busy(request.request_id, grant_id, retry_after_s))
             return
         self._jobs[job.key] = job
+        self._view.trails.add(request.request_id, peer.name, job)
         self._parts.trace.event("requested", request=request.request_id)
         self._scheduler.add(job)
         self._pump()
@@ -307,6 +311,9 @@ class PrefillWorker:
             elif now > job.deadline_s and job.state is not JobState.ENDING:
                 self._give_up(job, f"deadline passed in state {job.state.name}")
         self._parts.set_busy(bool(self._jobs) or self._lane_trials.is_active)
+
+    def _in_flight(self) -> list[list[list[int]]]:
+        return [job.blocks for job in self._jobs.values() if job.is_leaving]
 
     def status(self) -> dict[str, int | float | str]:
         return {
