@@ -52,6 +52,7 @@ VENDOR_ROOMS = {
     "transformers": ("kvxfer/model/",),
     "tokenizers": ("kvxfer/model/",),
     "safetensors": ("kvxfer/model/",),
+    "jinja2": ("kvxfer/model/",),
     "ray": ("kvxfer/launch/ray.py",),
     "starlette": ("kvxfer/serve/",),
     "uvicorn": ("kvxfer/serve/",),

@@ -157,6 +157,23 @@ class Channel:
         """Let `poll` return early when `fd` becomes readable; its owner reads it."""
         self._poller.register(fd, zmq.POLLIN)
 
+    def fds(self) -> list[int]:
+        """File descriptors that become readable when something may have arrived, for an event loop.
+
+        They are ZeroMQ's, and edge-triggered: any call on a socket, a send too, may take the edge
+        away. So whoever waits on them polls until `is_readable` is False, after sends as well.
+        """
+        return [int(socket.getsockopt(zmq.FD)) for socket in self._sockets()]
+
+    def is_readable(self) -> bool:
+        """Whether `poll` would find something now."""
+        return any(int(socket.getsockopt(zmq.EVENTS)) & _READABLE for socket in self._sockets())
+
+    def _sockets(self) -> list[zmq.Socket[bytes]]:
+        own = [self._router] if self._router is not None else []
+        door = [self._door.socket] if self._door is not None else []
+        return [*own, *door, *self._dealers.values()]
+
     def send(self, peer: str, message: Message) -> None:
         """Queue a message. Raises ControlError when the peer is gone or takes nothing more."""
         server = self._server_keys.get(peer)

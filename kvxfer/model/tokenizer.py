@@ -39,9 +39,10 @@ class Tokenizer:
         """Added tokens included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a prompt, with the special tokens that the model wants around it."""
-        return self._backend.encode(text).ids
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokens of a prompt, with the special tokens that the model wants around it, unless the
+        text has them in it."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text without special tokens; bytes that are no UTF-8 become U+FFFD."""

@@ -82,6 +82,19 @@ class Router:
             self.poll(0.05)
         return backends
 
+    @property
+    def backends(self) -> list[Backend]:
+        """Those it dialled; `facts` is None of those that are not ready."""
+        return list(self._backends.values())
+
+    def fds(self) -> list[int]:
+        """See `Channel.fds`."""
+        return self._channel.fds()
+
+    def is_readable(self) -> bool:
+        """Whether `poll(0)` would find something now."""
+        return self._channel.is_readable()
+
     def submit(
         self,
         backend: Backend,
