@@ -35,7 +35,13 @@ class GroupView(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int
     """Tokens."""
     block_bytes: int
+    offset: int
+    """Bytes, of its first segment."""
     num_segments: int
+    segment_bytes: int
+    """From one segment to the next."""
+    segment_block_bytes: int
+    """What one block has in each segment."""
     capacity: int
     """Blocks whose addresses are reserved."""
     committed: int

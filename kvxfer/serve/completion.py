@@ -63,7 +63,11 @@ class Completion:
     is_waiting: bool = False
     attempt: int = 1
     output: list[int] = field(default_factory=list)
+    given_s: float = 0.0
+    """When this attempt was given to a worker; 0 while it was not."""
     first_token_s: float | None = None
+    ended_s: float = 0.0
+    """When `finished` was set; 0 before."""
     finished: Finished | None = None
     early: dict[int, int] = field(default_factory=dict)
     """Tokens that came before those in front of them."""
@@ -94,19 +98,20 @@ class Completion:
         """The worker's end of it; stands once all tokens are here that it counts."""
         self.end, self.end_s = end, self.end_s or time.monotonic()
         if end.num_tokens <= len(self.output):
-            self.finished = end
+            self.finished, self.ended_s = end, time.monotonic()
 
     def fail(self, error: str) -> None:
         """Idempotent; what has ended stays as it is."""
         if self.finished is None:
             count = len(self.output)
             none = TransferStats()
+            self.ended_s = time.monotonic()
             self.finished = Finished(self.request_id, "error", error, 0, none, [], count, 0.0)
 
     def begin_again(self) -> None:
         self.attempt += 1
         self.is_waiting = True
-        self.end, self.end_s = None, 0.0
+        self.end, self.end_s, self.given_s = None, 0.0, 0.0
         self.early.clear()
         name = f"{self.request_id}.{self.attempt}"
         self.generate = msgspec.structs.replace(self.generate, request_id=name)

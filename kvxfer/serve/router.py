@@ -36,8 +36,11 @@ from kvxfer.control.router_messages import (
     StatusQuery,
     Token,
 )
+from kvxfer.control.view_messages import View
 from kvxfer.errors import ControlError, DeadlineExceeded, HandshakeRejected, WorkerDied
 from kvxfer.serve.completion import MAX_ATTEMPTS, Backend, Completion
+from kvxfer.serve.lives import Lives
+from kvxfer.serve.views import ViewTable
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,9 @@ class Router:
         self._statuses: dict[str, Status] = {}
         self._cache_states: dict[str, CacheState] = {}
         self._next_beat_s = 0.0
+        self.views = ViewTable()
+        """Of workers, as far as `ask_views` asked."""
+        self.lives = Lives()
         self.num_misplaced = 0
         """Messages dropped that no router is sent."""
 
@@ -121,9 +127,11 @@ class Router:
         completion = Completion(request_id, tokens, backend, sent_s, generate, deadline_s)
         if not self._survives_loss:
             self._channel.send(backend.key, generate)
+            completion.given_s = sent_s
         else:
             completion.is_waiting = True
         self._completions[request_id] = completion
+        self.lives.add(completion)
         if completion.is_waiting:
             self._send_waiting(completion)
         return completion
@@ -162,6 +170,12 @@ class Router:
                 raise DeadlineExceeded(f"{backend.key}: no answer to {type(request).__name__}")
             self.poll(0.005)
         return self._cache_states[backend.key]
+
+    def ask_views(self) -> None:
+        """Have each worker show itself, unless it is asked already: see `views` a little later."""
+        for backend in self._backends.values():
+            if backend.facts is not None and (query := self.views.query(backend.key)):
+                self._send_if_connected(backend, query)
 
     def poll(self, timeout_s: float) -> None:
         """Take in what arrived, stay alive towards the workers, notice those that died."""
@@ -209,12 +223,14 @@ class Router:
         for backend in fitting:
             if self._send_if_connected(backend, completion.generate):
                 completion.backend, completion.is_waiting = backend, False
+                completion.given_s = time.monotonic()
                 return
 
     def _lose(self, backend: Backend, reason: str) -> None:
         """Its prompts begin again elsewhere if nobody was told a token of them, else they end."""
         if backend.facts is None:
             return
+        self.views.forget(backend.key)
         lost = f"worker {backend.name}: {reason}"
         if not self._survives_loss:
             raise WorkerDied(lost)
@@ -271,6 +287,8 @@ class Router:
                 self._lose(backend, "it does not know this router any more")
             case Status():
                 self._statuses[letter.peer] = message
+            case View():
+                self.views.took(letter.peer, message)
             case CacheState():
                 self._cache_states[letter.peer] = message
             case Reject(field=name, ours=ours, theirs=theirs):

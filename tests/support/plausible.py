@@ -67,7 +67,7 @@ PLAUSIBLE: dict[str, Any] = {
     "device": "cpu",
     "committed": [(0, 4096)],
     "registered": [(0, 4096)],
-    "groups": [GroupView("full", "LBHNC", 4, 2048, 2, 64, 4, 4, [1, 3], 1, [(0, 1), (1, 3)])],
+    "groups": [GroupView("full", "LBHNC", 4, 64, 0, 2, 640, 32, 20, 4, 4, [1, 3], 1, [(1, 4)])],
     "lanes": [LaneView("w", "loopback/push", 1.0)],
     "transfers": [TransferView(1, "w", "loopback/push", 1, 2, 3, "")],
     "requests": [RequestView("g", "w", [("waiting", 1)])],
