@@ -3,7 +3,7 @@
 import { bytes, plural } from "./dom.js";
 
 // As kvxfer.cache.block_states.BlockState numbers them.
-export const STATES = ["null", "free", "cached", "used", "quarantined", "in flight"];
+export const STATES = ["null", "free", "cached", "in use", "quarantined", "in flight"];
 const COLOURS = ["--free", "--free", "--cached", "--used", "--quarantined", "--in-flight"];
 const WORDS = [
   "the null block, where padding goes", "free", "kept in the prefix cache", "in use",
@@ -92,8 +92,9 @@ export function drawMap(canvas, group, cursor) {
     const x = (cell % shape.columns) * shape.pitch;
     const y = Math.floor(cell / shape.columns) * shape.pitch;
     if (state === -1) {
-      c.strokeStyle = paint["--hatch"];
-      c.strokeRect(x + 0.5, y + 0.5, size - 1, size - 1);
+      const dot = Math.max(1, Math.round(size * 0.4));
+      c.fillStyle = paint["--hatch"];
+      c.fillRect(x + (size - dot) / 2, y + (size - dot) / 2, dot, dot);
     } else {
       c.fillStyle = state === -2 ? paint["--hatch"] : paint[COLOURS[state] ?? "--hatch"];
       c.fillRect(x, y, size, size);
@@ -210,5 +211,5 @@ export function addressWords(canvas, cache, group, x, y) {
 
 export function groupWords(group) {
   const size = `${plural(group.block_size, "token")}, ${bytes(group.block_bytes)} each`;
-  return `${group.committed} of ${group.capacity} blocks, ${size}`;
+  return `${group.committed} of ${group.capacity} · ${size}`;
 }

@@ -62,7 +62,10 @@ export const brief = (value) =>
     : value >= 100 ? Math.round(value).toLocaleString("en")
       : String(Number(value.toPrecision(3)));
 
-export const rate = (gbps) => (gbps > 0 ? `${brief(gbps)} GB/s` : "–");
+export function rate(gbps) {
+  if (!(gbps > 0)) return "–";
+  return gbps < 1 ? `${brief(gbps * 1e3)} MB/s` : `${brief(gbps)} GB/s`;
+}
 
 export function seconds(value) {
   if (value < 1e-3) return `${brief(value * 1e6)} µs`;

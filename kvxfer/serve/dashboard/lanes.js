@@ -23,7 +23,7 @@ export function drawLanes(history, workers) {
   const table = document.getElementById("lanes");
   table.hidden = lanes.length === 0;
   keyed(table.tBodies[0], lanes, (one) => one.key,
-    () => el("tr", {}, el("td"), el("td"), el("td", { class: "number" }),
+    () => el("tr", {}, el("td"), el("td", { class: "lane" }), el("td", { class: "number" }),
       el("td", { class: "number" })),
     (row, one) => {
       const { moved, gbps } = history.measured(one.from, one.to);

@@ -56,6 +56,7 @@ function turned(state, since) {
 }
 
 new Stream("/ui/events", changed, turned);
+document.getElementById("align").addEventListener("change", draw);
 addEventListener("resize", draw);
 document.addEventListener("visibilitychange", draw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);

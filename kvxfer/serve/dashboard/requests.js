@@ -5,6 +5,7 @@ import { axis, chart } from "./transfers.js";
 
 const ROWS_MOST = 16;
 const WINDOWS_S = [5, 10, 20, 60, 300, 1800];
+const LENGTHS_S = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300, 1800];
 const BAR = 12;
 const AXIS = 20;
 const WORDS = {
@@ -69,14 +70,17 @@ export function drawRequests(requests, workers, now) {
   const isWide = width > 700;
   const gutter = isWide ? 260 : 0;
   const row = isWide ? 22 : 36;
-  const oldest = now - Math.min(...shown.map((one) => one.arrived_s));
-  const span = WINDOWS_S.find((one) => oldest <= one) ?? WINDOWS_S.at(-1);
+  const fromArrival = document.querySelector("#align input:checked").value === "arrival";
+  const times = shown.map((one) => (fromArrival ? one.ended_s ?? now : now) - one.arrived_s);
+  const windows = fromArrival ? LENGTHS_S : WINDOWS_S;
+  const span = windows.find((one) => Math.max(...times) <= one) ?? windows.at(-1);
   const [inner, height] = [width - gutter, shown.length * row];
   set(node, { height: height + AXIS, viewBox: `0 0 ${width} ${height + AXIS}`,
     role: "group", "aria-label": `The ${shown.length} requests that came last` });
   set(node.firstChild, { transform: `translate(${gutter} 0)` });
-  axis(node.firstChild, inner, height, span);
-  const shape = { gutter, row, inner, span, isWide, width };
+  axis(node.firstChild, inner, height, span, fromArrival);
+  const start = (life) => (fromArrival ? life.arrived_s : now - span);
+  const shape = { gutter, row, inner, span, isWide, width, start };
   keyed(node.lastChild, shown, (one) => one.request_id, createRow, (group, life) => {
     set(group, { transform: `translate(0 ${shown.indexOf(life) * row})` });
     updateRow(group, life, phases(life, workers, now), shape, now);
@@ -94,7 +98,8 @@ function createRow() {
 
 function updateRow(group, life, parts, shape, now) {
   const [hit, text, bars, first] = group.children;
-  const x = (at) => shape.gutter + Math.max(0, shape.inner * (1 - (now - at) / shape.span));
+  const share = (at) => Math.min(1, Math.max(0, (at - shape.start(life)) / shape.span));
+  const x = (at) => shape.gutter + shape.inner * share(at);
   const y = shape.isWide ? 5 : 19;
   group.words = words(life, parts, now);
   set(group, { "aria-label": group.words });

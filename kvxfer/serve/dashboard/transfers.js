@@ -67,18 +67,19 @@ function words(one) {
   return `${one.row} by ${one.lane}: ${took}${fast}${one.error ? `. Failed: ${one.error}` : ""}`;
 }
 
-export function axis(group, width, height, window_s) {
-  const step = width > 600 ? window_s / 10 : window_s / 4;
-  const ticks = [];
-  for (let ago = 0; ago <= window_s + 1e-9; ago += step) ticks.push(ago);
-  keyed(group, ticks, (ago) => ago,
+// Ticks over `span` seconds that end now or, with `fromZero`, begin at an arrival.
+export function axis(group, width, height, span, fromZero = false) {
+  const parts = width > 600 ? 10 : 4;
+  const ticks = Array.from({ length: parts + 1 }, (_, index) => index);
+  keyed(group, ticks, (index) => index,
     () => svg("g", {}, svg("line", { class: "tick" }), svg("text")),
-    (node, ago) => {
-      const x = width - (ago / window_s) * width;
+    (node, index) => {
+      const x = (index / parts) * width;
       set(node.firstChild, { x1: x, x2: x, y1: 0, y2: height });
-      const anchor = ago === 0 ? "end" : x < 20 ? "start" : "middle";
+      const anchor = index === 0 ? "start" : index === parts ? "end" : "middle";
       set(node.lastChild, { x, y: height + 15, "text-anchor": anchor });
-      say(node.lastChild, ago === 0 ? "now" : `−${Number(ago.toFixed(1))} s`);
+      const at = Number((fromZero ? index * span / parts : span - index * span / parts).toFixed(2));
+      say(node.lastChild, fromZero ? `${at} s` : at === 0 ? "now" : `−${at} s`);
     });
 }
 

@@ -5,8 +5,6 @@ import {
 } from "./blocks.js";
 import { brief, bytes, el, keyed, plural, say } from "./dom.js";
 
-const HINT = "Point at a picture, tap it, or move over the blocks with the arrow keys.";
-
 export function drawWorkers(workers) {
   document.getElementById("no-workers").hidden = workers.length > 0;
   const place = document.getElementById("workers");
@@ -14,15 +12,13 @@ export function drawWorkers(workers) {
 }
 
 function createCard() {
-  const card = el("article", { class: "worker" },
+  return el("article", { class: "worker" },
     el("div", { class: "worker-head" },
       el("h3"), el("span", { class: "role" }), el("span", { class: "where" })),
     el("p", { class: "note" }),
     el("div", { class: "picture" }),
     el("p", { class: "detail", "aria-live": "polite" }),
-    el("dl", { class: "account" }));
-  say(card.querySelector(".detail"), HINT);
-  return card;
+    el("dl", { class: "account memory" }), el("dl", { class: "account" }));
 }
 
 function updateCard(card, worker) {
@@ -34,14 +30,17 @@ function updateCard(card, worker) {
   const note = noteOf(who, cache);
   say(card.querySelector(".note"), note);
   card.querySelector(".note").hidden = note === "";
-  for (const part of [".picture", ".detail", ".account"]) {
-    card.querySelector(part).hidden = !cache;
-  }
+  for (const part of card.querySelectorAll(".picture, .detail, .account")) part.hidden = !cache;
   if (!cache) return;
   const groups = cache.groups.map((group, index) => ({ group, index, cache }));
   keyed(card.querySelector(".picture"), groups, (one) => one.index, createGroup, updateGroup);
-  const shown = accountOf(cache);
-  keyed(card.querySelector(".account"), shown, ([name]) => name,
+  const [memory, blocks] = card.querySelectorAll(".account");
+  fillAccount(memory, memoryOf(cache));
+  fillAccount(blocks, blocksOf(cache));
+}
+
+function fillAccount(list, rows) {
+  keyed(list, rows, ([name]) => name,
     ([name]) => el("div", {}, el("dt", {}, name), el("dd")),
     (node, [, value]) => say(node.lastChild, value));
 }
@@ -49,7 +48,7 @@ function updateCard(card, worker) {
 function whereOf(cache) {
   const device = cache.device === "cpu" ? "host memory" : cache.device;
   const ranks = cache.num_ranks > 1 ? `, rank 1 of ${cache.num_ranks}` : "";
-  return `${device}${ranks}`;
+  return `${device}${ranks} · ${plural(cache.num_requests, "request")}`;
 }
 
 function noteOf(who, cache) {
@@ -58,17 +57,17 @@ function noteOf(who, cache) {
   return cache.is_sleeping ? "Its cache sleeps: addresses are kept, memory is given back." : "";
 }
 
-function accountOf(cache) {
-  const sum = (index) => cache.groups.reduce((n, group) => n + (group.counts[index] ?? 0), 0);
-  const blocks = [5, 3, 2, 4, 1].map((index) => [STATES[index], brief(sum(index))]);
+function blocksOf(cache) {
+  const sum = (state) => cache.groups.reduce((n, group) => n + (group.counts[state] ?? 0), 0);
+  return [1, 2, 3, 5, 4].map((state) => [STATES[state], brief(sum(state))]);
+}
+
+function memoryOf(cache) {
   const rows = [
     ["reserved", bytes(cache.reserved_bytes)],
     ["budget", bytes(cache.budget_bytes)],
     ["committed", bytes(cache.committed_bytes)],
     ["registered", bytes(cache.registered_bytes)],
-    ...blocks.map(([name, value]) => [`blocks ${name === "used" ? "in use" : name}`, value]),
-    ["generation", brief(cache.generation)],
-    ["requests", brief(cache.num_requests)],
   ];
   if (cache.epoch) rows.push(["revocations", brief(cache.epoch)]);
   if (cache.tombstone_bytes) rows.push(["tombstones", bytes(cache.tombstone_bytes)]);
@@ -100,7 +99,7 @@ function listen(node, addresses, map) {
   });
   const point = (block) => {
     node.cursor = block;
-    say(detail(), block === null ? HINT : wordsOf(node.shown.group, block));
+    say(detail(), block === null ? "" : wordsOf(node.shown.group, block));
     drawMap(map, node.shown.group, node.cursor);
   };
   for (const name of ["pointermove", "pointerdown"]) {
@@ -128,7 +127,7 @@ function updateGroup(node, shown) {
   const [above, addresses, below, map] = node.children;
   const name = cache.groups.length > 1 ? `group ${index + 1} (${group.kind})` : "";
   const segments = plural(group.num_segments, "segment");
-  say(above.firstChild, ["Addresses", name, group.layout].filter(Boolean).join(", "));
+  say(above.firstChild, ["Addresses", name, group.layout, `generation ${cache.generation}`].filter(Boolean).join(", "));
   say(above.lastChild, `${segments} of ${bytes(group.segment_bytes)}`);
   say(below.firstChild, "Blocks");
   say(below.lastChild, groupWords(group));
