@@ -78,9 +78,11 @@ class Front:
     ) -> Stream:
         """Begin a completion; several may share one `wake`. Whoever began it releases it.
 
-        Raises ControlError while the front closes, or when the router stopped.
+        Raises ControlError when no worker can take it.
         """
-        if self.is_closing or self._failure is not None:
+        if self._failure is not None:
+            raise ControlError(f"the router stopped: {self._failure}")
+        if self.is_closing:
             raise ControlError("the server is shutting down")
         completion = self.router.submit(
             self._any_decode(),
@@ -104,6 +106,11 @@ class Front:
         if stream.completion.finished is None:
             self.router.cancel(stream.completion)
             self._turn_soon()
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether a decode worker is there, and nothing ended."""
+        return not self.is_closing and self._failure is None and bool(self.ready("decode"))
 
     def ready(self, role: str) -> list[Backend]:
         """The workers of a role that have said who they are."""
@@ -130,7 +137,9 @@ class Front:
     # --- in the loop --------------------------------------------------------------------------
 
     def _any_decode(self) -> Backend:
-        return next(iter(self.ready("decode")), self.router.backends[0])
+        for backend in self.ready("decode"):
+            return backend
+        raise ControlError("no decode worker is ready")
 
     def _tick(self) -> None:
         if self._loop is None or self._failure is not None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 
 TYPES: Mapping[int, str] = {
@@ -63,8 +62,3 @@ def json_response(
 ) -> Response:
     data = msgspec.json.encode(body)
     return Response(data, status, dict(headers or {}), media_type="application/json")
-
-
-async def on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()

@@ -37,7 +37,9 @@ def bind(host: str = DEFAULT_HOST, port: int = DEFAULT_PORT) -> socket.socket:
     if not 0 <= port <= 65535:
         raise UsageError("port", port, "must be between 0 and 65535")
     try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
     except (OSError, UnicodeError) as error:
         raise UsageError("host", host, f"no such address: {error}") from error
     family, kind, protocol, _, address = found[0]

@@ -25,6 +25,15 @@ VOCAB_SIZE: Final = NUM_BYTES + 4
 MAX_LENGTH: Final = 2048
 """Tokens of the longest context that the model was trained on, <bos> included."""
 
+CHAT_TEMPLATE: Final = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ (message['name'] or message['role']) | upper }}.\n{{ message['content'] }}\n\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT.\n{% endif %}"
+)
+"""Speeches of a play: what the model was trained on. It knows no roles."""
+
 
 def byte_characters() -> list[str]:
     """The character that ByteLevel writes for each byte value 0..255.
@@ -67,6 +76,7 @@ def save_tokenizer(directory: Path) -> None:
         "model_max_length": MAX_LENGTH,
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
+        "chat_template": CHAT_TEMPLATE,
     }
     text = json.dumps(settings, indent=2) + "\n"
     (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
