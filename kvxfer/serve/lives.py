@@ -17,7 +17,7 @@ class Life:
     request_id: str
     num_prompt_tokens: int
     decode: str
-    """The worker that it was given to last."""
+    """The worker that it was given to last; '' before."""
     attempt: int
     arrived_s: float
     given_s: float | None
@@ -34,10 +34,10 @@ def life_of(one: Completion) -> Life:
     return Life(
         one.request_id,
         len(one.tokens),
-        one.backend.name,
+        one.backend.name if one.backend else "",
         one.attempt,
         one.sent_s,
-        one.given_s or None,
+        None if one.is_waiting else one.placed_s or one.sent_s,
         one.first_token_s,
         len(one.output),
         one.ended_s or None,

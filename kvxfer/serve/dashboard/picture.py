@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvxfer.control.view_messages import View
-from kvxfer.serve.completion import Backend
+from kvxfer.serve.backend import Backend, BackendState
 from kvxfer.serve.lives import Lives
 from kvxfer.serve.views import HeldView, ViewTable
 
@@ -55,9 +55,13 @@ def picture(router: Watched) -> Parts:
     for backend in router.backends:
         held = router.views.get(backend.key)
         address = backend.key.removeprefix("out:")
-        role = backend.facts.role if backend.facts else ""
         is_there = backend.facts is not None
-        found[f"{address}/who"] = {"name": backend.name, "role": role, "is_there": is_there}
+        found[f"{address}/who"] = {
+            "name": backend.name,
+            "role": backend.role,
+            "is_there": is_there,
+            "is_draining": backend.state is BackendState.DRAINING,
+        }
         if held is not None and held.view is not None and is_there:
             for name, part in _worker(held, held.view).items():
                 found[f"{address}/{name}"] = part

@@ -57,7 +57,8 @@ function words(life, parts, now) {
     : `first token after ${seconds(life.first_token_s - life.arrived_s)}`;
   const whole = seconds((life.ended_s ?? now) - life.arrived_s);
   const state = life.ended_s === null ? `under way for ${whole}` : `${life.reason} after ${whole}`;
-  return `${life.request_id} at ${life.decode}: ${state}, ${first}; ${told}`;
+  const where = life.decode ? ` at ${life.decode}` : "";
+  return `${life.request_id}${where}: ${state}, ${first}; ${told}`;
 }
 
 export function drawRequests(requests, workers, now) {

@@ -54,6 +54,7 @@ function whereOf(cache) {
 function noteOf(who, cache) {
   if (!who.is_there) return "The router does not reach it, and goes on trying.";
   if (!cache) return "It is there and has not shown its cache yet.";
+  if (who.is_draining) return "It drains: it finishes what it has, and takes nothing new.";
   return cache.is_sleeping ? "Its cache sleeps: addresses are kept, memory is given back." : "";
 }
 
