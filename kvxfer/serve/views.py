@@ -63,6 +63,10 @@ class ViewTable:
             held.offset_ns = held.asked_ns + way_ns // 2 - view.now_ns
         held.view, held.asked_ns = view, 0
 
+    def clear(self) -> None:
+        """Nobody looked for a while: what is held is of then."""
+        self._held.clear()
+
     def forget(self, key: str) -> None:
         """The worker is lost: what it showed is no more, and its clock may be another's."""
         self._held.pop(key, None)

@@ -42,7 +42,7 @@ def joined_ranges(offsets: ArrayLike, sizes: ArrayLike, most: int) -> list[tuple
     is_kept = gaps > 0
     if np.count_nonzero(is_kept) >= most:
         is_kept = np.zeros(len(gaps), bool)
-        is_kept[np.argpartition(gaps, -(most - 1))[-(most - 1) :]] = True
+        is_kept[np.argsort(gaps)[len(gaps) - most + 1 :]] = True
     firsts = starts[np.concatenate(([True], is_kept))]
     lasts = ends[np.concatenate((is_kept, [True]))]
     return list(zip(firsts.tolist(), (lasts - firsts).tolist(), strict=True))

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_WATCHERS = 16
 PERIOD_S = 0.25
+FRESH_S = 1.0
+"""After which what workers showed is no picture of now: nobody looked since."""
 LONGEST_S = 3600.0
 """Of one stream; the page begins another one by itself."""
 RETRY_AFTER_S = 5
@@ -71,6 +73,8 @@ class Watch:
     def _gather(self) -> None:
         """Once a period, however many watch: take what came, and ask anew."""
         now_s = time.monotonic()
+        if now_s - self._asked_s > FRESH_S + self._period_s:
+            self._router.views.clear()
         if now_s - self._asked_s >= 0.9 * self._period_s:
             self._asked_s = now_s
             self._parts = picture(self._router)
