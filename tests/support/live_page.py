@@ -15,11 +15,11 @@ from typing import Any
 
 from starlette.applications import Starlette
 
-from kvxfer.control.router_messages import Sampling
 from kvxfer.launch.local import LocalLauncher, WorkerProcess
+from kvxfer.serve.completion import Completion
 from kvxfer.serve.dashboard.events import Watch
 from kvxfer.serve.dashboard.routes import dashboard_routes
-from kvxfer.serve.front import Front, Stream
+from kvxfer.serve.front import Front
 from kvxfer.serve.router import Router
 from kvxfer.serve.uvicorn_server import HttpServer, bind
 
@@ -57,11 +57,12 @@ class LivePage:
         self._undo = ExitStack()
         self._is_up = threading.Event()
         self.workers: dict[str, WorkerProcess] = {}
-        self.streams: list[Stream] = []
+        self.asked: list[Completion] = []
         self.router = Router(peer_timeout_s=2.0, survives_loss=True)
         self.watch = Watch(self.router, max_watchers)
         self.front = Front(self.router)
         self.port = 0
+        self._num_asked = 0
         self._max_watchers = max_watchers
 
     @property
@@ -139,26 +140,18 @@ class LivePage:
 
         return asyncio.run_coroutine_threadsafe(there(), self._loop).result(TIMEOUT_S)
 
-    def ask(self, num_tokens: int, max_new_tokens: int, decode: int = 0) -> Stream:
+    def ask(self, num_tokens: int, max_new_tokens: int, decode: int = 0) -> Completion:
         """A prompt, for one of the decode workers."""
-        seed = len(self.streams) + 1
-        tokens = [(7 * seed + 13 * i) % 1000 + 1 for i in range(num_tokens)]
-
-        def submit() -> Stream:
-            backend = self.backends[self._counts["prefill"] + decode]
-            self.front._any_decode = lambda: backend  # type: ignore[method-assign]
-            return self.front.submit(
-                tokens, max_new_tokens, asyncio.Event(), sampling=Sampling(), stop_token_ids=[]
-            )
-
-        self.streams.append(self.do(submit))
-        return self.streams[-1]
+        self._num_asked += 1
+        tokens = [(7 * self._num_asked + 13 * i) % 1000 + 1 for i in range(num_tokens)]
+        backend = self.backends[self._counts["prefill"] + decode]
+        self.asked.append(self.do(lambda: self.router.submit(backend, tokens, max_new_tokens)))
+        return self.asked[-1]
 
     def finish(self) -> None:
         """All that was asked has ended, as it should."""
-        until(lambda: all(one.completion.finished for one in self.streams), "the answers")
-        for one in self.streams:
-            assert one.completion.finished is not None
-            assert one.completion.finished.reason == "length", one.completion.finished
-            self.do(lambda one=one: self.front.release(one))
-        self.streams.clear()
+        until(lambda: all(one.finished for one in self.asked), "the answers")
+        for one in self.asked:
+            assert one.finished is not None
+            assert one.finished.reason == "length", one.finished
+        self.asked.clear()

@@ -100,7 +100,7 @@ def test_a_view_is_bounded_whatever_there_is(cluster):
     blocks = decode.pools.allocate([19_999])[0]
     decode.pools.free([blocks[::2]])
     trails, log = decode.role._view.trails, decode.transfer.log
-    for number in range(3 * MAX_REQUESTS):
+    for _ in range(3 * MAX_REQUESTS):
         trails.add("r" * 1000, "", Owner())
         log.began("nobody", decode.peers.ready()[0].lane)
     begun = time.perf_counter()
