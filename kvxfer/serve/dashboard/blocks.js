@@ -130,7 +130,7 @@ function inRows(ranges, group, shape, draw) {
   for (const [offset, length] of ranges) {
     const start = Math.max(0, offset - group.offset);
     const end = Math.min(group.num_segments * size, offset + length - group.offset);
-    for (let at = start; at < end;) {
+    for (let at = start; at < end && size > 0;) {
       const segment = Math.floor(at / size);
       const stop = Math.min(end, (segment + 1) * size);
       if (segment % shape.per === 0) {

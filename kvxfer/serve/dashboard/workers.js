@@ -69,6 +69,7 @@ function memoryOf(cache) {
     ["budget", bytes(cache.budget_bytes)],
     ["committed", bytes(cache.committed_bytes)],
     ["registered", bytes(cache.registered_bytes)],
+    ["generation", brief(cache.generation)],
   ];
   if (cache.epoch) rows.push(["revocations", brief(cache.epoch)]);
   if (cache.tombstone_bytes) rows.push(["tombstones", bytes(cache.tombstone_bytes)]);
@@ -128,7 +129,7 @@ function updateGroup(node, shown) {
   const [above, addresses, below, map] = node.children;
   const name = cache.groups.length > 1 ? `group ${index + 1} (${group.kind})` : "";
   const segments = plural(group.num_segments, "segment");
-  say(above.firstChild, ["Addresses", name, group.layout, `generation ${cache.generation}`].filter(Boolean).join(", "));
+  say(above.firstChild, ["Addresses", name, group.layout].filter(Boolean).join(", "));
   say(above.lastChild, `${segments} of ${bytes(group.segment_bytes)}`);
   say(below.firstChild, "Blocks");
   say(below.lastChild, groupWords(group));
