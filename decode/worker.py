@@ -11,6 +11,7 @@ from decode.arrival import Arrival
 from decode.attempts import next_attempt, why_nowhere
 from decode.decoding import Decoding
 from decode.lane_trials import LaneTrials
+from decode.named_prefills import NamedPrefills
 from decode.quarantine import Quarantine
 from decode.receiver import Receiver
 from decode.schedule import AT_PREFILL, QUEUED, DecodeRequest, RequestState
@@ -22,6 +23,7 @@ from kvxfer.control.session import Peer
 from kvxfer.errors import KvxferError
 from kvxfer.transfer.connector import Direction
 from kvxfer.worker.assembly import WorkerParts
+from kvxfer.worker.draining import RETRY_S
 from kvxfer.worker.loop import Handler
 from kvxfer.worker.view import WorkerView
 
@@ -51,6 +53,7 @@ class DecodeWorker:
         self._receiver.on_quiet = self._quarantine.end_if_quiet
         self._lane_trials = LaneTrials(parts)
         self._view = WorkerView("decode", parts, self._in_flight, self._num_requests)
+        self._named = NamedPrefills(parts.peers, self._is_under_way)
         self.handlers: dict[type, Handler] = {
             Generate: self._on_generate,
             Cancel: self._on_cancel,
@@ -65,6 +68,7 @@ class DecodeWorker:
             GrantUnknown: self._on_grant_unknown,
             **self._lane_trials.handlers,
             **self._view.handlers,
+            **self._named.handlers,
         }
         parts.peers.on_met = self._lane_trials.begin
         parts.peers.on_ready = self._on_peer_ready
@@ -83,6 +87,10 @@ class DecodeWorker:
             problem = f"request_id: {request.request_id!r} is in use"
         if problem:
             self._finish(request, "error", problem)
+            return
+        if reason := self._parts.draining.reason:
+            request.retry_after_s = RETRY_S
+            self._finish(request, "overloaded", f"this decode worker drains: {reason}")
             return
         if retry_after_s := self._admission.full_for_s():
             self._finish(*overloaded(request, "this decode worker's", retry_after_s))
@@ -266,6 +274,7 @@ class DecodeWorker:
 
     def _on_peer_lost(self, peer: Peer, reason: str) -> None:
         self._lane_trials.lost(peer)
+        self._named.lost(peer)
         for request in list(self._requests.values()):
             if request.router == peer.key:
                 request.is_cancelled = True
@@ -287,8 +296,23 @@ class DecodeWorker:
             self._look(now)
         self._quarantine.tick(now)
         self._lane_trials.tick()
-        busy = self._requests or self._quarantine or self._lane_trials.is_active
-        self._parts.set_busy(bool(busy))
+        self._named.tick()
+        self._parts.set_busy(self.is_busy)
+
+    @property
+    def is_serving(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def is_busy(self) -> bool:
+        return self.is_serving or bool(self._quarantine) or self._lane_trials.is_active
+
+    def _is_under_way(self, peer: Peer) -> bool:
+        """Whether something is, at this prefill worker."""
+        asked = (one for one in self._requests.values() if one.state in AT_PREFILL)
+        given_up = any(one.prefill_name == peer.name for one in self._quarantine)
+        is_at = any(one.prefill is peer for one in asked)
+        return is_at or given_up or self._lane_trials.involves(peer)
 
     def _look(self, now: float) -> None:
         """End what has waited too long, or for nothing, and ask about what was not heard of."""
@@ -308,5 +332,10 @@ class DecodeWorker:
         return len(self._requests) + len(self._quarantine)
 
     def status(self) -> dict[str, int | float | str]:
-        numbers = {"requests": self._num_requests(), "queued": len(self._admission)}
-        return {**self._parts.status(), **numbers}
+        return {
+            **self._parts.status(),
+            "requests": self._num_requests(),
+            "queued": len(self._admission),
+            "queue_wait_s": self._admission.wait_s,
+            "decode_tokens_per_s": self._decoding.pace.tokens_per_s,
+        }

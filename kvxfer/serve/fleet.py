@@ -94,7 +94,7 @@ class Fleet:
         """Forget it at once. Raises UsageError."""
         backend = self.find(worker)
         if backend.state in UP:
-            self.send(backend, Goodbye(reason))
+            self.send(backend, Goodbye(reason, is_quiet=False))
         self.forget(backend, BackendState.GONE, reason)
         return backend
 

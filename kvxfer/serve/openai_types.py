@@ -53,7 +53,8 @@ class Common(msgspec.Struct):
 
 
 class CompletionRequest(Common, kw_only=True):
-    prompt: str | list[str] | list[int] | list[list[int]] | Any
+    prompt: Any
+    """See `prompts_of`."""
     echo: bool | None = None
 
 

@@ -255,6 +255,8 @@ class Router:
             case Status():
                 self._statuses[letter.peer] = message
                 self._delivery.estimates.told(backend, message.values)
+                if message.values.get("is_draining"):
+                    self._fleet.drains(backend, "it says so")
             case View():
                 self.views.took(letter.peer, message)
             case CacheState():

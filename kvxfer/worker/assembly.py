@@ -18,6 +18,7 @@ from kvxfer.telemetry.trace import Trace
 from kvxfer.transfer.connector import Direction, Where, load_connectors
 from kvxfer.transfer.lanes import AUTO, Lane, offered, served
 from kvxfer.worker.conservation import Conservation
+from kvxfer.worker.draining import Draining
 from kvxfer.worker.engine import Engine, start_engine
 from kvxfer.worker.growth import CacheGrowth
 from kvxfer.worker.heap import freeze_heap
@@ -47,6 +48,7 @@ class WorkerParts:
     engine: Engine
     growth: CacheGrowth
     residency: Residency
+    draining: Draining
     peers: PeerTable
     transfer: TransferThread
     model: WorkThread
@@ -85,6 +87,7 @@ class WorkerParts:
             "blocks_used": counts.used,
             "blocks_quarantined": counts.quarantined,
             "prefix_cache_blocks": counts.cached,
+            "is_draining": int(bool(self.draining.reason)),
             "peers": len(self.peers.ready()),
             **{f"lane {peer.name}": str(peer.lane) for peer in self.peers.ready()},
             **{f"lane_gbps {peer.name}": peer.lane_gbps for peer in self.peers.ready()},
@@ -108,7 +111,8 @@ def serve(
     announcer: Announcer,
     start: StartEngine = start_engine,
 ) -> None:
-    """Start up and run the control loop until a signal. The channel stays the caller's."""
+    """Start up and run the control loop until a signal, or until it has drained. The channel
+    stays the caller's."""
     with contextlib.ExitStack() as undo:
         trace = Trace(options.worker_id, options.trace)
         undo.callback(trace.close)
@@ -127,6 +131,7 @@ def serve(
             parts.residency,
             parts.watermarks,
             made,
+            parts.draining,
             options.worker_id,
             engine.check,
             trace.flush,
@@ -139,9 +144,10 @@ def serve(
             parts.peers.dial(address)
         freeze_heap()
         announcer.ready()
-        with handle_signals(loop.stop):
+        with handle_signals(parts.draining.stop):
             loop.run()
-        parts.peers.farewell("it was told to stop")
+        reason = parts.draining.reason or "it was told to stop"
+        parts.peers.farewell(reason, is_quiet=parts.draining.is_clean)
 
 
 def _assemble(
@@ -163,6 +169,7 @@ def _assemble(
     peers.where = lambda: RegionsAt(growth.epoch, growth.regions.generation)
     model = WorkThread("model", reports, engine.enter_thread)
     residency = Residency(engine, transfer, growth, peers, trace)
+    draining = Draining(options, peers)
     may_trim = options.kv_commit == "elastic" and engine.size == 1
     steps = ModelSteps(model, residency, may_trim)
     watermarks = Watermarks(options, engine, growth, residency)
@@ -171,6 +178,7 @@ def _assemble(
         engine,
         growth,
         residency,
+        draining,
         peers,
         transfer,
         model,

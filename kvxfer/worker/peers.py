@@ -54,6 +54,8 @@ class PeerTable:
         self._peers: dict[str, Peer] = {}
         self.was_ready = False
         """Whether KV could ever flow to or from anybody."""
+        self.may_find_others = False
+        """Whether routers tell us whom to dial."""
         self.on_met: Callable[[Peer], None] = lambda peer: None
         """Where both sides try lanes out: one is to be chosen, and `settle` to be called."""
         self.on_ready: Callable[[Peer], None] = lambda peer: None
@@ -70,7 +72,8 @@ class PeerTable:
         """A peer revoked regions, `lowest` their first block in each group: what touches them, or
         lies above, fails."""
         self.on_fenced: Callable[[str], None] = lambda worker_id: None
-        """A worker of this id came back as a new process: the old one can write no more."""
+        """A worker of this id came back as a new process, or left with nothing under way: what was
+        there writes no more."""
 
     def ready(self) -> list[Peer]:
         """Workers (not routers) that KV may flow to or from."""
@@ -102,6 +105,17 @@ class PeerTable:
         if peer is None or not peer.is_met or peer.facts is None:
             raise WireError(f"{key} is no worker that we know")
         return peer
+
+    def require_router(self, key: str) -> Peer:
+        """The router behind `key`, which greeted us. Raises WireError for anybody else."""
+        peer = self._peers.get(key)
+        if peer is None or peer.state is not PeerState.READY or peer.facts is not None:
+            raise WireError(f"{key} is no router that we know")
+        return peer
+
+    def check_dial(self, field: str, address: str) -> None:
+        """Raise UsageError where `dial` would refuse `address`."""
+        self._channel.check_dial(field, address)
 
     def dial(self, address: str) -> None:
         key = self._channel.dial(address)
@@ -148,7 +162,22 @@ class PeerTable:
             self._peers[key].last_seen_s = time.monotonic()
 
     def _on_goodbye(self, key: str, goodbye: Goodbye) -> None:
+        peer = self._peers.get(key)
         self.lose(key, f"it left: {goodbye.reason}", left=True)
+        if peer is not None and peer.facts is not None and goodbye.is_quiet:
+            self.holders.left(peer)
+            self.on_fenced(peer.name)
+
+    def forget(self, key: str, reason: str) -> None:
+        """Leave one that we dialled, with whom nothing is under way: it is told so, and greeted no
+        more."""
+        peer = self._peers[key]
+        if peer.is_met:
+            self.answer_stranger(key, Goodbye(reason, is_quiet=True))
+        self.lose(key, reason, left=True)
+        self.holders.left(peer)
+        del self._peers[key]
+        self._channel.hang_up(key)
 
     # --- life cycle ---------------------------------------------------------------------------
 
@@ -223,7 +252,7 @@ class PeerTable:
         if peer.is_met:
             peer.hello_sent_s = 0.0  # greet again at once; after a failed greeting, in a while
         peer.state = PeerState.GONE
-        peer.acked_generation = 0
+        peer.acked_generation, peer.is_draining = 0, False
         peer.loaded, peer.epoch, peer.regions = (0, 0), 0, RegionSet()
         peer.session += 1
         if peer.facts is not None:
@@ -242,11 +271,11 @@ class PeerTable:
             self.lose(key, f"no transfer made progress for {self._transfer_timeout_s:g} s")
         self._liveness.tick(self._peers.values(), self.where(), self.send, self.lose)
 
-    def farewell(self, reason: str) -> None:
-        """Tell everybody that this worker leaves."""
+    def farewell(self, reason: str, is_quiet: bool = False) -> None:
+        """Tell everybody that this worker leaves; `is_quiet` as in Goodbye."""
         for peer in self._peers.values():
             if peer.is_met:
                 try:
-                    self._channel.send(peer.key, Goodbye(reason))
+                    self._channel.send(peer.key, Goodbye(reason, is_quiet))
                 except ControlError as error:
                     logger.debug("no goodbye to %s: %s", peer.name, error)
