@@ -24,6 +24,7 @@ from kvxfer.transfer.regions import RegionSet
 from kvxfer.transfer.sides import why_not_blocks
 from kvxfer.worker.peers import PeerTable
 from kvxfer.worker.stats import add_movement
+from kvxfer.worker.trails import trail_of
 from kvxfer.worker.transfer_thread import Movement, TransferThread
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class Receiver:
         """Have `peer` prefill into the request's blocks, a right that is used once, or queue for it
         while it has none: `grant` follows then."""
         request.prefill, request.lane = peer, peer.lane
-        request.prefill_name = peer.name
+        request.prefill_name = trail_of(request).peer = peer.name
         request.grant_id = secrets.token_hex(8)
         request.state = RequestState.GRANTED if request.blocks else RequestState.ASKED
         self.ask_for(request)

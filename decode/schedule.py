@@ -55,6 +55,7 @@ from kvxfer.model.sampling import SampleSpec
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.lanes import Lane
 from kvxfer.transfer.rank_plans import RankPlans
+from kvxfer.worker.trails import TimedState
 
 ASK_PAUSE_S = 1.0
 ASK_PAUSE_MAX_S = 8.0
@@ -84,7 +85,7 @@ class DecodeRequest:
     generate: Generate
     router: str
     deadline_s: float
-    state: RequestState = RequestState.WAITING
+    state: TimedState[RequestState] = TimedState(RequestState.WAITING)  # noqa: RUF009
     specs: Sequence[KVCacheSpec] = ()
     """Of the groups of our cache."""
     blocks: list[list[int]] = field(default_factory=list)

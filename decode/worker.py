@@ -25,6 +25,7 @@ from kvxfer.transfer.connector import Direction
 from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.draining import RETRY_S
 from kvxfer.worker.loop import Handler
+from kvxfer.worker.view import WorkerView
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class DecodeWorker:
         self._receiver.on_failed = self._retry
         self._receiver.on_quiet = self._quarantine.end_if_quiet
         self._lane_trials = LaneTrials(parts)
+        self._view = WorkerView("decode", parts, self._in_flight, self._num_requests)
         self._named = NamedPrefills(parts.peers, self._is_under_way)
         self.handlers: dict[type, Handler] = {
             Generate: self._on_generate,
@@ -65,6 +67,7 @@ class DecodeWorker:
             Aborted: self._on_aborted,
             GrantUnknown: self._on_grant_unknown,
             **self._lane_trials.handlers,
+            **self._view.handlers,
             **self._named.handlers,
         }
         parts.peers.on_met = self._lane_trials.begin
@@ -93,6 +96,7 @@ class DecodeWorker:
             self._finish(*overloaded(request, "this decode worker's", retry_after_s))
             return
         self._requests[request.request_id] = request
+        self._view.trails.add(request.request_id, "", request)
         self._parts.trace.event("accepted", request=request.request_id)
         self._admission.add(request)
 
@@ -231,6 +235,7 @@ class DecodeWorker:
         logger.warning("request %s: attempt %d: %s", again.request_id, request.attempt, reason)
         self._parts.trace.event("retried", request=again.request_id, reason=reason)
         self._requests[again.request_id] = again
+        self._view.trails.add(again.request_id, "", again)
         self._admission.forget(request)
         self._quarantine.add(request, reason)
         if again.state is RequestState.WAITING:  # its router may have been lost meanwhile
@@ -319,11 +324,17 @@ class DecodeWorker:
             elif request.state in AT_PREFILL and now >= request.ask_at_s:
                 self._receiver.ask_again(request)
 
+    def _in_flight(self) -> list[list[list[int]]]:
+        granted = RequestState.GRANTED
+        return [one.prompt_blocks for one in self._requests.values() if one.state is granted]
+
+    def _num_requests(self) -> int:
+        return len(self._requests) + len(self._quarantine)
+
     def status(self) -> dict[str, int | float | str]:
-        num_requests = len(self._requests) + len(self._quarantine)
         return {
             **self._parts.status(),
-            "requests": num_requests,
+            "requests": self._num_requests(),
             "queued": len(self._admission),
             "queue_wait_s": self._admission.wait_s,
             "decode_tokens_per_s": self._decoding.pace.tokens_per_s,

@@ -44,6 +44,7 @@ from kvxfer.control.session import Peer
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.lanes import Lane
 from kvxfer.transfer.rank_plans import RankPlans
+from kvxfer.worker.trails import TimedState
 
 
 class JobState(enum.Enum):
@@ -66,7 +67,7 @@ class PrefillJob:
     request: PrefillRequest
     peer: Peer
     deadline_s: float
-    state: JobState = JobState.QUEUED
+    state: TimedState[JobState] = TimedState(JobState.QUEUED)  # noqa: RUF009
     granted: list[list[int]] = field(default_factory=list)
     """Decode's blocks, once they are named."""
     blocks: list[list[int]] = field(default_factory=list)
@@ -121,6 +122,12 @@ class PrefillJob:
     def key(self) -> tuple[str, str]:
         """A request id is a router's, who may use it again; a grant is used once."""
         return self.peer.key, self.request.grant.grant_id
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a transfer of ours, or decode under the lease, may read its blocks."""
+        is_offered = not self.is_pushed and (self.computed > 0 or any(self.layers_sent))
+        return self.moves_in_flight > 0 or is_offered
 
     @property
     def is_quiet(self) -> bool:

@@ -21,6 +21,7 @@ from kvxfer.worker.draining import RETRY_S
 from kvxfer.worker.integrity import Integrity
 from kvxfer.worker.loop import Handler
 from kvxfer.worker.pace import Pace
+from kvxfer.worker.view import WorkerView
 from prefill.admission import why_not, why_not_granted
 from prefill.job import NOT_STARTED, JobState, PrefillJob
 from prefill.lane_trials import LaneTrialServer
@@ -67,6 +68,7 @@ class PrefillWorker:
         self._streamer = LayerStreamer(parts)
         self._pace = Pace()
         self._lane_trials = LaneTrialServer(parts)
+        self._view = WorkerView("prefill", parts, self._in_flight, lambda: len(self._jobs))
         self.handlers: dict[type, Handler] = {
             PrefillRequest: self._on_request,
             GrantQuery: self._on_query,
@@ -74,6 +76,7 @@ class PrefillWorker:
             Taken: self._on_taken,
             Abort: self._on_abort,
             **self._lane_trials.handlers,
+            **self._view.handlers,
         }
         parts.peers.on_met = lambda peer: None  # decode leads the trials, and chooses
         parts.peers.on_lost = self._on_peer_lost
@@ -102,6 +105,7 @@ class PrefillWorker:
             self._last_words.say(key, grant_id, Busy(request.request_id, grant_id, retry_after_s))
             return
         self._jobs[job.key] = job
+        self._view.trails.add(request.request_id, peer.name, job)
         self._parts.trace.event("requested", request=request.request_id)
         self._scheduler.add(job)
         self._pump()
@@ -321,6 +325,9 @@ class PrefillWorker:
     @property
     def is_busy(self) -> bool:
         return self.is_serving or self._lane_trials.is_active
+
+    def _in_flight(self) -> list[list[list[int]]]:
+        return [job.blocks for job in self._jobs.values() if job.is_leaving]
 
     def status(self) -> dict[str, int | float | str]:
         return {

@@ -10,6 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from kvxfer.cache.block_states import BlockState, States, mark
 from kvxfer.cache.cached_blocks import CachedBlocks
 from kvxfer.errors import BlocksInUse, CacheError, NoFreeBlocks
 
@@ -79,6 +82,16 @@ class BlockAllocator:
             null=1,
             total=self._num_blocks,
         )
+
+    def states(self) -> States:
+        """Of each block below the bound; none is IN_FLIGHT, of which the allocator knows
+        nothing."""
+        found = np.full(self._num_blocks, BlockState.FREE, np.uint8)
+        mark(found, self._cached.idle, BlockState.CACHED, BlockState.FREE)
+        mark(found, self._held, BlockState.USED, BlockState.FREE)
+        mark(found, self._quarantined, BlockState.QUARANTINED, BlockState.FREE)
+        found[NULL_BLOCK] = BlockState.NULL
+        return found
 
     def grow(self, num_blocks: int) -> None:
         """Raise the bound to `num_blocks`, of which every byte is committed by now."""

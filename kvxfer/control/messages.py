@@ -27,6 +27,7 @@
 | prefill → decode  | GrantUnknown         | it was never heard of; else its last word again |
 | decode ↔ prefill  | LaneTrial … Chosen   | see `control.lane_messages` |
 | any → worker      | StatusQuery / Status | a look inside |
+| router → worker   | ViewQuery / View     | what a picture of it needs, while somebody looks |
 | router → worker   | Shrink, Sleep,       | what shall become of its cache; |
 |                   | WakeUp, Defragment   | each is answered by a CacheState |
 | router → worker   | Drain                | take nothing new, finish, leave |
@@ -75,6 +76,7 @@ from kvxfer.control.router_messages import (
     Token,
     TransferStats,
 )
+from kvxfer.control.view_messages import View, ViewQuery
 from kvxfer.transfer.regions import Region
 
 WIRE_VERSION = 8
@@ -260,6 +262,8 @@ Message = (
     | CacheState
     | Drain
     | Prefills
+    | ViewQuery
+    | View
     | LaneTrial
     | LaneReady
     | LanePush

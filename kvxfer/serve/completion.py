@@ -68,6 +68,8 @@ class Completion:
     """Counts the ids under which it was sent."""
     output: list[int] = field(default_factory=list)
     first_token_s: float | None = None
+    ended_s: float = 0.0
+    """When `finished` was set; 0 before."""
     finished: Finished | None = None
     early: dict[int, int] = field(default_factory=dict)
     """Tokens that came before those in front of them."""
@@ -98,7 +100,7 @@ class Completion:
         """The worker's end of it; stands once all tokens are here that it counts."""
         self.end, self.end_s = end, self.end_s or time.monotonic()
         if end.num_tokens <= len(self.output):
-            self.finished = end
+            self.finished, self.ended_s = end, time.monotonic()
 
     def fail(self, error: str) -> None:
         """Idempotent; what has ended stays as it is."""
@@ -112,7 +114,7 @@ class Completion:
         if self.finished is None:
             count, none = len(self.output), TransferStats()
             ended = Finished(self.request_id, reason, error, 0, none, [], count, retry_after_s)
-            self.finished = ended
+            self.finished, self.ended_s = ended, time.monotonic()
 
     def begin_again(self) -> None:
         self.attempt += 1

@@ -34,11 +34,14 @@ from kvxfer.control.router_messages import (
     StatusQuery,
     Token,
 )
+from kvxfer.control.view_messages import View
 from kvxfer.errors import DeadlineExceeded, HandshakeRejected, WorkerDied
 from kvxfer.serve.backend import Backend, BackendState
 from kvxfer.serve.completion import Completion
 from kvxfer.serve.delivery import Delivery
 from kvxfer.serve.fleet import Fleet
+from kvxfer.serve.lives import Lives
+from kvxfer.serve.views import ViewTable
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,9 @@ class Router:
         self._request_timeout_s = request_timeout_s
         self._statuses: dict[str, Status] = {}
         self._cache_states: dict[str, CacheState] = {}
+        self.views = ViewTable()
+        """Of workers, as far as `ask_views` asked."""
+        self.lives = Lives()
         self.num_misplaced = 0
         """Messages dropped that no router is sent."""
 
@@ -147,6 +153,12 @@ class Router:
             self.poll(0.005)
         return self._cache_states[backend.key]
 
+    def ask_views(self) -> None:
+        """Have each worker show itself, unless it is asked already: see `views` a little later."""
+        for backend in self.backends:
+            if backend.facts is not None and (query := self.views.query(backend.key)):
+                self._fleet.send(backend, query)
+
     # --- prompts ------------------------------------------------------------------------------
 
     def submit(
@@ -176,6 +188,7 @@ class Router:
         deadline_s = sent_s + self._request_timeout_s
         completion = Completion(request_id, tokens, backend, sent_s, generate, deadline_s)
         completion.is_free = backend is None
+        self.lives.add(completion)
         if backend is not None and not self._survives_loss:
             self._channel.send(backend.key, generate)
             self._delivery.completions[request_id] = completion
@@ -218,6 +231,7 @@ class Router:
         self._fleet.lose(backend, reason)
 
     def _on_lost(self, backend: Backend, reason: str) -> None:
+        self.views.forget(backend.key)
         if backend.key in self._backends:  # else it was to go
             if not self._survives_loss:
                 raise WorkerDied(f"worker {backend.name}: {reason}")
@@ -243,6 +257,8 @@ class Router:
                 self._delivery.estimates.told(backend, message.values)
                 if message.values.get("is_draining"):
                     self._fleet.drains(backend, "it says so")
+            case View():
+                self.views.took(letter.peer, message)
             case CacheState():
                 self._cache_states[letter.peer] = message
             case Drain(reason=reason):

@@ -17,6 +17,7 @@ from kvxfer.transfer.regions import Region
 from kvxfer.worker.mailbox import Mailbox
 from kvxfer.worker.progress import Progress
 from kvxfer.worker.rank_transfer import Growth, WorkerTransfer
+from kvxfer.worker.transfer_log import TransferLog
 from kvxfer.worker.work_thread import Job, Report, WorkThread
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,8 @@ class TransferThread(WorkThread):
         self._awaited: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self.progress = Progress()
         """The control thread's."""
+        self.log = TransferLog()
+        """The control thread's."""
         self._is_polling = True
         self.is_closed = False
         self.serving = False
@@ -117,10 +120,11 @@ class TransferThread(WorkThread):
     ) -> None:
         """Submit `moves`; `ended` is called exactly once, when all of them have ended or could not
         be submitted: an error in one is the error of all."""
-        token = self.progress.began(peer)
+        token, logged = self.progress.began(peer), self.log.began(peer, lane)
 
         def landed(movement: Movement) -> None:
             self.progress.ended(peer, token)
+            self.log.ended(logged, movement)
             ended(movement)
 
         flight = _Flight(peer, moves, now_ns(), landed)

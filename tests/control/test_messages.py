@@ -18,6 +18,7 @@ from kvxfer.cache.spec import GroupKind, KVCacheSpec
 from kvxfer.control import messages as m
 from kvxfer.control import wire
 from kvxfer.control.facts import RankFacts, WorkerFacts
+from kvxfer.control.view_messages import GroupView, LaneView, RequestView, TransferView
 from kvxfer.errors import WireError
 from kvxfer.transfer.regions import Region
 
@@ -49,6 +50,33 @@ FACTS = WorkerFacts(
     epoch=0,
 )
 STATS = m.TransferStats(1 << 40, 2, 3, 4, 5, 6)
+VIEW = m.View(
+    worker_id="decode-0",
+    role="decode",
+    asked_ns=12,
+    now_ns=2**62,
+    num_ranks=2,
+    device="cuda:1",
+    base_address=0x7F0000000000,
+    reserved_bytes=1 << 40,
+    committed_bytes=8192,
+    registered_bytes=4096,
+    budget_bytes=1 << 39,
+    tombstone_bytes=0,
+    pinned_bytes=0,
+    is_sleeping=False,
+    generation=2,
+    epoch=1,
+    committed=[(0, 4096), (1 << 39, 4096)],
+    registered=[(0, 4096)],
+    groups=[GroupView("full", "LBHNC", 16, 64, 0, 32, 640, 2, 99, 9, 8, [1, 7], 1, [(1, 8)])],
+    lanes=[LaneView("prefill-0", "nixl/pull", 3.5)],
+    num_transfers=2,
+    transferred_bytes=512,
+    transfers=[TransferView(2, "prefill-0", "nixl/pull", 5, 0, 0, "")],
+    num_requests=1,
+    requests=[RequestView("r", "prefill-0", [("waiting", 1), ("granted", 2)])],
+)
 EXAMPLES = [
     m.Hello(m.WIRE_VERSION, FACTS),
     m.Hello(m.WIRE_VERSION, None),
@@ -91,6 +119,8 @@ EXAMPLES = [
     m.Defragment(0.5),
     m.Drain("the host goes away"),
     m.Prefills(["tcp://10.0.0.2:5600#prefill-0"]),
+    m.ViewQuery(12),
+    VIEW,
     m.CacheState("Sleep", "why", True, [1, 0], 0, 4096, 8192),
     m.LaneTrial("t", 32, [3, 4]),
     m.LaneReady("t", [1, 2]),

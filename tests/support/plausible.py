@@ -8,6 +8,7 @@ from kvxfer.control.cache_messages import Shrink
 from kvxfer.control.lane_messages import LanePush, LaneTrial
 from kvxfer.control.messages import Grant, Hello, Lease, Message, Ready, Welcome
 from kvxfer.control.router_messages import Finished, Sampling, TransferStats
+from kvxfer.control.view_messages import GroupView, LaneView, RequestView, TransferView
 from kvxfer.transfer.regions import Region
 
 PLAUSIBLE: dict[str, Any] = {
@@ -61,6 +62,17 @@ PLAUSIBLE: dict[str, Any] = {
     "tombstone_bytes": 0,
     "pinned_bytes": 0,
     "worker_id": "w",
+    "role": "prefill",
+    **dict.fromkeys(("asked_ns", "now_ns", "base_address", "num_transfers", "num_requests"), 1),
+    **dict.fromkeys(("reserved_bytes", "registered_bytes", "budget_bytes"), 4096),
+    "transferred_bytes": 0,
+    "device": "cpu",
+    "committed": [(0, 4096)],
+    "registered": [(0, 4096)],
+    "groups": [GroupView("full", "LBHNC", 4, 64, 0, 2, 640, 32, 20, 4, 4, [1, 3], 1, [(1, 4)])],
+    "lanes": [LaneView("w", "loopback/push", 1.0)],
+    "transfers": [TransferView(1, "w", "loopback/push", 1, 2, 3, "")],
+    "requests": [RequestView("g", "w", [("waiting", 1)])],
     "values": {"a": 1, "b": "c"},
     "field": "model",
     "ours": "a",
