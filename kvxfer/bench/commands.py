@@ -13,8 +13,8 @@ from kvxfer.bench.identity import IdentityOptions
 from kvxfer.bench.layouts import LayoutsOptions
 from kvxfer.bench.namespaces import NamespacesOptions
 from kvxfer.bench.residency import ResidencyOptions
-from kvxfer.bench.share import ShareOptions
 from kvxfer.bench.serving_overhead import ServingOverheadOptions
+from kvxfer.bench.share import ShareOptions
 from kvxfer.bench.soak import SoakOptions
 from kvxfer.bench.stress import StressOptions
 from kvxfer.bench.tokens import TokensOptions

@@ -25,6 +25,7 @@ from enum import Enum
 from kvxfer.errors import DeadlineExceeded
 from kvxfer.launch.supervisor import Supervisor, WorkerState
 from kvxfer.serve.admin import admin_routes
+from kvxfer.serve.dashboard.events import Watch, dashboard_routes
 from kvxfer.serve.front import Front
 from kvxfer.serve.http import make_app
 from kvxfer.serve.options import HttpOptions, is_open_to_others
@@ -74,6 +75,8 @@ class Service:
         routes = admin_routes(
             router, self.describe, api_keys=options.api_key, may_change=options.enable_admin
         )
+        self._watch = Watch(router)
+        routes += dashboard_routes(router, self._watch)
         app = make_app(self._front, served, limits, api_keys=options.api_key, routes=routes)
         self._server = HttpServer(app, listener, tick=self._tick, on_shutdown=self._end)
 
@@ -124,7 +127,7 @@ class Service:
             self.state = ServiceState.SERVING
             prefill, decode = counts
             what = f"{self._served.name} with {prefill} prefill and {decode} decode workers"
-            self._announce(f"ready: {self._url} serves {what}; try:")
+            self._announce(f"ready: {self._url} serves {what}; live page: {self._url}/ui; try:")
             self._announce(curl_example(self._url, self._served.name, bool(self._options.api_key)))
 
     def _drain(self) -> None:
@@ -143,6 +146,7 @@ class Service:
 
     def _end(self) -> None:
         self._front.end()
+        self._watch.close()  # open pages would hold up the end
         self._on_end()
 
 
