@@ -12,6 +12,7 @@ from decode.attempts import next_attempt, why_nowhere
 from decode.decoding import Decoding
 from decode.lane_trials import LaneTrials
 from decode.named_prefills import NamedPrefills
+from decode.prefixes import Prefixes
 from decode.quarantine import Quarantine
 from decode.receiver import Receiver
 from decode.schedule import AT_PREFILL, QUEUED, DecodeRequest, RequestState
@@ -43,11 +44,17 @@ class DecodeWorker:
         self._requests: dict[str, DecodeRequest] = {}
         self._look_at_s = 0.0
         self._decoding = Decoding(parts, self._end)
+        self._prefixes = prefixes = Prefixes(parts)
         self._receiver = Receiver(
-            engine.cache, parts.transfer, parts.peers, lambda: parts.growth.regions, parts.trace
+            engine.cache,
+            parts.transfer,
+            parts.peers,
+            lambda: parts.growth.regions,
+            parts.trace,
+            engine.pools.check_exclusive,
         )
-        self._arrival = Arrival(parts, self._decoding.join, self._fail)
-        self._admission = Admission(parts, self._receiver, self._arrival.wants_digest)
+        self._arrival = Arrival(parts, self._decoding.join, self._fail, prefixes)
+        self._admission = Admission(parts, self._receiver, self._arrival.wants_digest, prefixes)
         self._quarantine = Quarantine(parts, self._admission.admit)
         self._receiver.on_failed = self._retry
         self._receiver.on_quiet = self._quarantine.end_if_quiet
@@ -257,6 +264,8 @@ class DecodeWorker:
 
     def _end(self, request: DecodeRequest, reason: str, error: str) -> None:
         if request.blocks:
+            if not error:
+                self._prefixes.keep_output(request)
             self._parts.engine.pools.free(request.blocks)
         request.state = RequestState.ENDED
         del self._requests[request.request_id]
@@ -338,4 +347,5 @@ class DecodeWorker:
             "queued": len(self._admission),
             "queue_wait_s": self._admission.wait_s,
             "decode_tokens_per_s": self._decoding.pace.tokens_per_s,
+            **self._prefixes.status(),
         }

@@ -25,7 +25,8 @@ from enum import Enum
 from kvxfer.errors import DeadlineExceeded
 from kvxfer.launch.supervisor import Supervisor, WorkerState
 from kvxfer.serve.admin import admin_routes
-from kvxfer.serve.dashboard.events import Watch, dashboard_routes
+from kvxfer.serve.dashboard.events import Watch
+from kvxfer.serve.dashboard.routes import dashboard_routes
 from kvxfer.serve.front import Front
 from kvxfer.serve.http import make_app
 from kvxfer.serve.options import HttpOptions, is_open_to_others
@@ -72,11 +73,13 @@ class Service:
         self._drain_deadline_s = 0.0
         self._takes_signals = False
         limits = Limits(max_concurrent_requests=options.max_concurrent_requests)
-        routes = admin_routes(
-            router, self.describe, api_keys=options.api_key, may_change=options.enable_admin
-        )
         self._watch = Watch(router)
-        routes += dashboard_routes(router, self._watch)
+        routes = [
+            *admin_routes(
+                router, self.describe, api_keys=options.api_key, may_change=options.enable_admin
+            ),
+            *dashboard_routes(router, self._watch),
+        ]
         app = make_app(self._front, served, limits, api_keys=options.api_key, routes=routes)
         self._server = HttpServer(app, listener, tick=self._tick, on_shutdown=self._end)
 

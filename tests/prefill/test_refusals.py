@@ -31,6 +31,14 @@ BAD_REQUESTS = [
     ({"blocks": [[*GRANTED[0][1:], -1]]}, "null block"),
     ({"blocks": [[*GRANTED[0][1:], 2**64 - 1]]}, "beyond the capacity"),
     ({"blocks": [[9, 3, 7, 5, 9]]}, "names a block twice"),
+    ({"num_cached": -4}, "grant: num_cached_tokens: -4"),
+    ({"num_cached": 18, "blocks": [[5]]}, "num_cached_tokens: 18 of a prompt of 18"),
+    ({"num_cached": 20, "blocks": [[]]}, "num_cached_tokens: 20"),
+    ({"num_cached": 2**63, "blocks": [[]]}, "num_cached_tokens"),
+    ({"num_cached": 6, "blocks": [GRANTED[0][1:]]}, "6 are not blocks of 4"),
+    ({"num_cached": 8}, "grant: [5] blocks for tokens [8, 18), which need [3]"),
+    ({"num_cached": 8, "blocks": [GRANTED[0][:2]]}, "grant: [2] blocks"),
+    ({"num_cached": 4, "blocks": None}, "num_cached_tokens: 4, and no blocks"),
     ({"timeout_s": 0.0}, "timeout"),
     ({"timeout_s": -1.0}, "timeout"),
     ({"timeout_s": math.nan}, "timeout"),
@@ -74,7 +82,7 @@ def test_a_stranger_gets_nothing(cluster):
     prefill, wire = meet(cluster, "push")
     stranger = cluster.wire("decode", worker_id="stranger")
     stranger.dial(prefill)
-    request = PrefillRequest("x", [1], Sampling(), Grant("g", [1], 9), False)
+    request = PrefillRequest("x", [1], Sampling(), Grant("g", [1], 9, 0), False)
     cluster.until(lambda: stranger.says(request))
     cluster.turn_for(0.05)
     assert prefill.runner.num_chunks == 0
