@@ -3,7 +3,9 @@
 Facts (ZeroMQ 4.3.5): a ROUTER drops messages to an identity that it does not know unless
 ROUTER_MANDATORY is set; a DEALER reconnects by itself and keeps order; sockets belong to one
 thread, so a channel is used by the control thread alone and other threads wake it by a file
-descriptor (see `kvxfer.worker.mailbox`). Unix sockets: see `kvxfer.control.addresses`.
+descriptor (see `kvxfer.worker.mailbox`). A DEALER that was told IMMEDIATE drops, with its
+connection, also what came and was not read yet: last words are for those who wait for an answer.
+Unix sockets: see `kvxfer.control.addresses`.
 """
 
 from __future__ import annotations

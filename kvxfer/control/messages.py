@@ -107,7 +107,8 @@ class Goodbye(WireStruct, frozen=True):
     reason: str
     is_quiet: bool
     """Nothing is under way with whom this is said to, and nothing will be: what it quarantined or
-    keeps for the one who leaves is its own again."""
+    keeps for the one who leaves is its own again. Answered by a Goodbye that is not: all that was
+    said before has arrived then."""
 
 
 class RegionsUpdate(WireStruct, frozen=True):

@@ -59,6 +59,8 @@ class Backend:
     """When that came (monotonic)."""
     num_of_others: int = 0
     """What it then had of other routers: requests where it decodes, tokens where it prefills."""
+    num_ours: int = 0
+    """The most that it can have had of ours since then, in the same units."""
 
     @property
     def name(self) -> str:

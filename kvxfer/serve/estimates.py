@@ -24,7 +24,7 @@ from kvxfer.serve.prefix_index import PrefixIndex
 FIRST_PREFILL_TOKENS_PER_S = 10_000.0
 FIRST_DECODE_TOKENS_PER_S = 1_000.0
 FIRST_LANE_GBPS = 1.0
-"""Of what was not measured yet: some order of magnitude, the same for all."""
+"""Where no worker has measured any yet: some order of magnitude, the same for all."""
 MAX_HASHED_TOKENS = 16_384
 """Of a prompt: hashing costs about a microsecond for each block."""
 
@@ -56,13 +56,16 @@ class Estimates:
         self._chance = random.Random()
 
     def told(self, backend: Backend, values: Values) -> None:
-        """Its Status came."""
+        """Its Status came, which it may have said before it was free of what has ended by now."""
         backend.status, backend.status_s = values, time.monotonic()
         if backend.role == "prefill":
-            ours, all_of_it = self._tokens_at(backend), number(values, "prefill_tokens_queued")
+            waits = self._waiting_at(backend)
+            ours = sum(len(one.tokens) for one in waits)
+            all_of_it = number(values, "prefill_tokens_queued")
         else:
-            ours, all_of_it = self._requests_at(backend), number(values, "requests")
-        backend.num_of_others = max(0, int(all_of_it) - ours)
+            ours, all_of_it = len(self._decoding_at(backend)), number(values, "requests")
+        backend.num_of_others = max(0, int(all_of_it) - backend.num_ours)
+        backend.num_ours = ours
 
     def place(
         self, completion: Completion, prefills: Sequence[Backend], decodes: Sequence[Backend]
@@ -73,18 +76,22 @@ class Estimates:
         hashes = self._hashes(generate.tokens, [*prefills, *decodes])
         cached = self._cached(hashes)
         prompt = _Prompt(generate.tokens, generate.max_new_tokens, cached)
-        takers = [self._decode_side(one, prompt) for one in decodes]
+        pace = _typical(decodes, "decode_tokens_per_s", FIRST_DECODE_TOKENS_PER_S)
+        takers = [self._decode_side(one, prompt, pace) for one in decodes]
         completion.prefill, completion.num_uncached = None, 0
         if prefills:
-            sides = [self._prefill_side(one, prompt) for one in prefills]
+            pace = _typical(prefills, "prefill_tokens_per_s", FIRST_PREFILL_TOKENS_PER_S)
+            sides = [self._prefill_side(one, prompt, pace) for one in prefills]
             rate = lambda p, d: _bytes_per_s(prefills[p], decodes[d])  # noqa: E731
             at, to = choose_pair(sides, takers, rate, self._chance)
             completion.prefill = prefills[at]
             completion.num_uncached = sides[at].tokens_uncached
+            prefills[at].num_ours += len(generate.tokens)  # it sees what is cached when it begins
             self._note(hashes, prefills[at])
         else:
             to = choose_one([side.seconds for side in takers], self._chance)
         self._note(hashes, decodes[to])
+        decodes[to].num_ours += 1
         completion.backend, completion.placed_s = decodes[to], time.monotonic()
         named = completion.prefill.name if completion.prefill is not None else ""
         completion.generate = msgspec.structs.replace(generate, prefill=named)
@@ -93,8 +100,8 @@ class Estimates:
     # --- what they have -----------------------------------------------------------------------
 
     def _hashes(self, tokens: Sequence[int], backends: Sequence[Backend]) -> dict[int, list[bytes]]:
-        """By block size, of those that cache any."""
-        sizes = {size for one in backends if (size := _cached_block_size(one))}
+        """By block size."""
+        sizes = {_block_size(one) for one in backends}
         return {size: block_hashes(tokens[:MAX_HASHED_TOKENS], size) for size in sizes}
 
     def _cached(self, hashes: Mapping[int, Sequence[bytes]]) -> dict[str, int]:
@@ -104,68 +111,71 @@ class Estimates:
         return found
 
     def _note(self, hashes: Mapping[int, Sequence[bytes]], backend: Backend) -> None:
-        keys = hashes.get(_cached_block_size(backend))
-        if keys and backend.facts is not None:
-            self._index.insert(keys, backend.facts.incarnation)
+        assert backend.facts is not None
+        self._index.insert(hashes[_block_size(backend)], backend.facts.incarnation)
 
     # --- what they are doing ------------------------------------------------------------------
 
-    def _tokens_at(self, prefill: Backend) -> int:
-        """Of ours, to be computed there: of prompts whose first token has not come."""
+    def _waiting_at(self, prefill: Backend) -> list[Completion]:
+        """Of ours, to be computed there: their first token has not come."""
         all_of_them = self._completions.values()
-        waits = [one for one in all_of_them if one.prefill is prefill and not one.output]
-        return sum(one.num_uncached for one in waits if not one.is_waiting)
+        waits = (one for one in all_of_them if one.prefill is prefill and not one.output)
+        return [one for one in waits if not one.is_waiting]
 
-    def _requests_at(self, decode: Backend) -> int:
+    def _decoding_at(self, decode: Backend) -> list[Completion]:
         all_of_them = self._completions.values()
-        return sum(one.backend is decode and not one.is_waiting for one in all_of_them)
+        return [one for one in all_of_them if one.backend is decode and not one.is_waiting]
 
-    def _prefill_side(self, backend: Backend, prompt: _Prompt) -> PrefillSide:
+    def _prefill_side(self, backend: Backend, prompt: _Prompt, pace: float) -> PrefillSide:
+        """`pace`: tokens a second, of one that has measured none."""
         assert backend.facts is not None
         num_tokens = len(prompt.tokens)
-        cached = prompt.cached.get(backend.facts.incarnation, 0)
-        told_rate = number(backend.status, "prefill_tokens_per_s")
         needed = sum(blocks_needed(backend.facts.geometry.specs, num_tokens, 0, num_tokens))
-        since = [one for one in self._since(backend) if one.prefill is backend]
-        held = sum(_blocks(backend, len(one.tokens)) for one in since if not one.output)
+        waits = self._waiting_at(backend)
+        since = (one for one in waits if one.placed_s > backend.status_s)
+        held = sum(_blocks(backend, len(one.tokens)) for one in since)
         return PrefillSide(
-            tokens_queued=backend.num_of_others + self._tokens_at(backend),
-            tokens_uncached=max(1, num_tokens - cached),
-            tokens_per_s=told_rate or FIRST_PREFILL_TOKENS_PER_S,
+            tokens_queued=backend.num_of_others + sum(one.num_uncached for one in waits),
+            tokens_uncached=max(1, num_tokens - _cached_tokens(backend, prompt)),
+            tokens_per_s=number(backend.status, "prefill_tokens_per_s") or pace,
             lacks_blocks=needed > _blocks_left(backend) - held,
         )
 
-    def _decode_side(self, backend: Backend, prompt: _Prompt) -> DecodeSide:
+    def _decode_side(self, backend: Backend, prompt: _Prompt, pace: float) -> DecodeSide:
         assert backend.facts is not None
         num_tokens, specs = len(prompt.tokens), backend.facts.geometry.specs
-        cached = prompt.cached.get(backend.facts.incarnation, 0)
-        told_rate = number(backend.status, "decode_tokens_per_s")
+        num_missing = max(0, num_tokens - _cached_tokens(backend, prompt))
         needed = sum(blocks_needed(specs, num_tokens, prompt.max_new_tokens, 1))
-        since = [one for one in self._since(backend) if one.backend is backend]
+        there = self._decoding_at(backend)
+        since = (one for one in there if one.placed_s > backend.status_s)
         lengths = (len(one.tokens) + one.generate.max_new_tokens for one in since)
         held = sum(_blocks(backend, length) for length in lengths)
         return DecodeSide(
             queue_wait_s=number(backend.status, "queue_wait_s"),
-            num_requests=backend.num_of_others + self._requests_at(backend),
+            num_requests=backend.num_of_others + len(there),
             max_new_tokens=prompt.max_new_tokens,
-            tokens_per_s=told_rate or FIRST_DECODE_TOKENS_PER_S,
-            num_bytes=max(0, num_tokens - cached) * _token_bytes(backend.facts),
+            tokens_per_s=number(backend.status, "decode_tokens_per_s") or pace,
+            num_bytes=num_missing * _token_bytes(backend.facts),
             lacks_blocks=needed > _blocks_left(backend) - held,
         )
 
-    def _since(self, backend: Backend) -> list[Completion]:
-        """Placed since its newest Status, which does not know of them."""
-        all_of_them = self._completions.values()
-        return [
-            one for one in all_of_them if one.placed_s > backend.status_s and not one.is_waiting
-        ]
+
+def _typical(backends: Sequence[Backend], name: str, otherwise: float) -> float:
+    """The mean of those that have measured it: a worker that is new counts as one of them."""
+    told = [value for one in backends if (value := number(one.status, name))]
+    return sum(told) / len(told) if told else otherwise
 
 
-def _cached_block_size(backend: Backend) -> int:
-    """Tokens of a block where it caches prompts; 0: nothing is cached there now."""
-    if backend.facts is None or not number(backend.status, "prefix_cache_blocks"):
-        return 0
+def _block_size(backend: Backend) -> int:
+    assert backend.facts is not None
     return backend.facts.geometry.specs[0].block_size
+
+
+def _cached_tokens(backend: Backend, prompt: _Prompt) -> int:
+    """As far as is known; 0 where nothing is cached now, or never."""
+    assert backend.facts is not None
+    caches = number(backend.status, "prefix_cache_blocks") > 0
+    return prompt.cached.get(backend.facts.incarnation, 0) if caches else 0
 
 
 def _blocks(backend: Backend, num_tokens: int) -> int:

@@ -119,7 +119,8 @@ class Fleet:
         self._lost(backend, reason)
         backend.facts, backend.state = None, BackendState.GREETING
         backend.hello_at_s, backend.hello_pause_s = 0.0, 0.0
-        backend.status, backend.status_s, backend.num_of_others = {}, 0.0, 0
+        backend.status, backend.status_s = {}, 0.0
+        backend.num_of_others = backend.num_ours = 0
 
     def announce(self) -> None:
         """Tell decode workers who prefills: all but those that were asked to leave. Nothing is said

@@ -249,7 +249,9 @@ class Router:
                 self._fleet.drains(backend, reason)
             case Reject(field=name, ours=ours, theirs=theirs):
                 self._rejected(backend, HandshakeRejected(name, ours, theirs))
-            case Goodbye(reason=reason):
+            case Goodbye(reason=reason, is_quiet=is_quiet):
+                if is_quiet:
+                    self._fleet.send(backend, Goodbye("heard", is_quiet=False))
                 self._fleet.lose(backend, f"it left: {reason}", left=True)
             case Heartbeat() | RegionsUpdate() | RegionsAck() | RegionsAt():
                 pass

@@ -39,6 +39,9 @@ FIRST_EXTENSION_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 0.5
 """For each thread, so that a worker is gone within 2 s of Ctrl-C; then the process just ends."""
 
+FAREWELL_TIMEOUT_S = 1.0
+"""For answers to the last words of a worker that has drained: what it said before is there then."""
+
 
 @dataclass(frozen=True)
 class WorkerParts:
@@ -148,6 +151,9 @@ def serve(
             loop.run()
         reason = parts.draining.reason or "it was told to stop"
         parts.peers.farewell(reason, is_quiet=parts.draining.is_clean)
+        deadline_s = time.monotonic() + FAREWELL_TIMEOUT_S * parts.draining.is_clean
+        while time.monotonic() < deadline_s and not parts.peers.is_alone:
+            loop.turn(0.02)
 
 
 def _assemble(

@@ -49,6 +49,8 @@ class Greeting:
     # --- who was dialled ------------------------------------------------------------------------
 
     def _on_hello(self, key: str, hello: Hello) -> None:
+        if self._peers.has_left:
+            return  # our successor, if there is one, will answer
         if hello.wire_version != WIRE_VERSION:
             self._reject(key, HandshakeRejected("wire_version", WIRE_VERSION, hello.wire_version))
         elif hello.facts is None:

@@ -54,6 +54,8 @@ class PeerTable:
         self._peers: dict[str, Peer] = {}
         self.was_ready = False
         """Whether KV could ever flow to or from anybody."""
+        self.has_left = False
+        """Whether this worker only waits for answers to its last words."""
         self.may_find_others = False
         """Whether routers tell us whom to dial."""
         self.on_met: Callable[[Peer], None] = lambda peer: None
@@ -143,6 +145,11 @@ class PeerTable:
         return self.holders.epochs().union(peer.told_epoch for peer in self.informed())
 
     @property
+    def is_alone(self) -> bool:
+        """Whether nobody is met."""
+        return not any(peer.is_met for peer in self._peers.values())
+
+    @property
     def is_settled(self) -> bool:
         """Whether nobody is being greeted, and no lanes are being tried."""
         between = (PeerState.GREETING, PeerState.MET)
@@ -163,6 +170,8 @@ class PeerTable:
 
     def _on_goodbye(self, key: str, goodbye: Goodbye) -> None:
         peer = self._peers.get(key)
+        if goodbye.is_quiet:
+            self.answer_stranger(key, Goodbye("heard", is_quiet=False))
         self.lose(key, f"it left: {goodbye.reason}", left=True)
         if peer is not None and peer.facts is not None and goodbye.is_quiet:
             self.holders.left(peer)
@@ -256,7 +265,8 @@ class PeerTable:
         peer.loaded, peer.epoch, peer.regions = (0, 0), 0, RegionSet()
         peer.session += 1
         if peer.facts is not None:
-            logger.warning("peer %s is lost: %s", peer.name, reason)
+            level = logging.INFO if left else logging.WARNING
+            logger.log(level, "peer %s is lost: %s", peer.name, reason)
             self._transfer.disconnect(key, lambda error: logger.warning("%s", error))
         if not key.startswith("out:"):
             del self._peers[key]
@@ -269,10 +279,13 @@ class PeerTable:
     def tick(self) -> None:
         for key in self._transfer.progress.stalled(self._transfer_timeout_s):
             self.lose(key, f"no transfer made progress for {self._transfer_timeout_s:g} s")
-        self._liveness.tick(self._peers.values(), self.where(), self.send, self.lose)
+        if not self.has_left:
+            self._liveness.tick(self._peers.values(), self.where(), self.send, self.lose)
 
     def farewell(self, reason: str, is_quiet: bool = False) -> None:
-        """Tell everybody that this worker leaves; `is_quiet` as in Goodbye."""
+        """Tell everybody that this worker leaves; `is_quiet` as in Goodbye, and then nobody is met
+        any more."""
+        self.has_left = is_quiet
         for peer in self._peers.values():
             if peer.is_met:
                 try:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.fixtures import cluster
+from support.fixtures import cluster, losing
 from support.http_service import LIMITS, HttpService
 from support.running import wait_until
 
-__all__ = ["cluster"]
+__all__ = ["cluster", "losing"]
 
 
 @pytest.fixture(scope="module")
