@@ -57,6 +57,8 @@ class Backend:
     """What its newest Status said; empty before there was one of this life of it."""
     status_s: float = 0.0
     """When that came (monotonic)."""
+    has_cached: bool = False
+    """Whether it ever told of cached blocks: those that prompts use are not among them."""
     num_of_others: int = 0
     """What it then had of other routers: requests where it decodes, tokens where it prefills."""
     num_ours: int = 0

@@ -58,6 +58,7 @@ class Estimates:
     def told(self, backend: Backend, values: Values) -> None:
         """Its Status came, which it may have said before it was free of what has ended by now."""
         backend.status, backend.status_s = values, time.monotonic()
+        backend.has_cached |= number(values, "prefix_cache_blocks") > 0
         if backend.role == "prefill":
             waits = self._waiting_at(backend)
             ours = sum(len(one.tokens) for one in waits)
@@ -172,10 +173,9 @@ def _block_size(backend: Backend) -> int:
 
 
 def _cached_tokens(backend: Backend, prompt: _Prompt) -> int:
-    """As far as is known; 0 where nothing is cached now, or never."""
+    """As far as is known; 0 where nothing ever was."""
     assert backend.facts is not None
-    caches = number(backend.status, "prefix_cache_blocks") > 0
-    return prompt.cached.get(backend.facts.incarnation, 0) if caches else 0
+    return prompt.cached.get(backend.facts.incarnation, 0) if backend.has_cached else 0
 
 
 def _blocks(backend: Backend, num_tokens: int) -> int:

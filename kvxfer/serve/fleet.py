@@ -120,7 +120,7 @@ class Fleet:
         backend.facts, backend.state = None, BackendState.GREETING
         backend.hello_at_s, backend.hello_pause_s = 0.0, 0.0
         backend.status, backend.status_s = {}, 0.0
-        backend.num_of_others = backend.num_ours = 0
+        backend.has_cached, backend.num_of_others, backend.num_ours = False, 0, 0
 
     def announce(self) -> None:
         """Tell decode workers who prefills: all but those that were asked to leave. Nothing is said
