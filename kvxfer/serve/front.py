@@ -57,7 +57,8 @@ class Front:
         self._epoll: select.epoll | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._turn_is_due = False
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
+        """What the router raised: nothing is served any more, and its owner may want to end."""
 
     @property
     def num_in_flight(self) -> int:
@@ -86,8 +87,8 @@ class Front:
 
         Raises ControlError when no worker can take it.
         """
-        if self._failure is not None:
-            raise ControlError(f"the router stopped: {self._failure}")
+        if self.failure is not None:
+            raise ControlError(f"the router stopped: {self.failure}")
         if self.is_closing:
             raise ControlError("the server is shutting down")
         if not self.knows("decode"):
@@ -118,7 +119,7 @@ class Front:
     @property
     def can_serve(self) -> bool:
         """Whether a decode worker is there, and nothing ended."""
-        return not self.is_closing and self._failure is None and bool(self.ready("decode"))
+        return not self.is_closing and self.failure is None and bool(self.ready("decode"))
 
     def ready(self, role: str) -> list[Backend]:
         """The workers of a role that something new may be given to."""
@@ -148,7 +149,7 @@ class Front:
     # --- in the loop --------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        if self._loop is None or self._failure is not None:
+        if self._loop is None or self.failure is not None:
             return
         self._timer = self._loop.call_later(TICK_S, self._tick)
         self._watch()
@@ -175,7 +176,7 @@ class Front:
 
     def _turn(self) -> None:
         self._turn_is_due = False
-        if self._loop is None or self._failure is not None:
+        if self._loop is None or self.failure is not None:
             return
         try:
             for _ in range(MAX_POLLS):
@@ -192,7 +193,7 @@ class Front:
     def _fail(self, error: BaseException) -> None:
         """A router that raised is of no use any more; nobody waits for it for ever."""
         logger.error("the router stopped: %s: %s", type(error).__name__, error)
-        self._failure = error
+        self.failure = error
         self._unwatch()
         for stream in self._streams:
             stream.completion.fail(f"the router stopped: {error}")

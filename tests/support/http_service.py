@@ -34,6 +34,17 @@ MODEL = "tiny"
 CAPACITY = 512
 MAX_LEN = 1024
 
+LIMITS = Limits(
+    max_concurrent_requests=6,
+    max_body_bytes=100_000,
+    request_head_timeout_s=1.0,
+    request_body_timeout_s=1.0,
+    write_timeout_s=1.0,
+    health_timeout_s=0.4,
+    health_cache_s=0.05,
+)
+"""Short deadlines."""
+
 
 def served_model(**changes: Any) -> ServedModel:
     known = {
