@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.commands import KVXFER, ROOT, TINY_MODEL, run
+from support.commands import KVXFER, TINY_MODEL, run
 from support.running import wait_until
+from support.served import Served, ask
 
 FILE = f"""
 model = "{TINY_MODEL}"
@@ -29,60 +27,13 @@ served_model_name = "tiny"
 """
 
 
-class Served:
-    """A `kvxfer serve`, whose output is read for what it says."""
-
-    def __init__(self, directory: Path, *options: str, **variables: str) -> None:
-        self.out, self.err = directory / "out", directory / "err"
-        with self.out.open("wb") as out, self.err.open("wb") as err:
-            self.process = subprocess.Popen(
-                [*KVXFER, "serve", *options], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out,
-                stderr=err, env={**os.environ, "TMPDIR": str(directory), **variables},
-            )  # fmt: skip
-
-    def url(self) -> str:
-        """Once it is ready."""
-
-        def said() -> bool:
-            assert self.process.poll() is None, self.err.read_text()
-            return "\ncurl " in self.out.read_text()
-
-        wait_until(said, 120, "ready")
-        ready = self.out.read_text().splitlines()[0]
-        assert ready.startswith("ready: http://127.0.0.1:"), ready
-        return ready.split()[1]
-
-    def complete(self, max_tokens: int = 8) -> str:
-        body = {"model": "tiny", "prompt": "HAMLET.\nTo be", "max_tokens": max_tokens, "seed": 1}
-        return str(ask(self.url() + "/v1/completions", body)["choices"][0]["text"])
-
-    def end(self, number: int) -> float:
-        """Seconds from the signal to the end, which is good."""
-        began_s = time.monotonic()
-        self.process.send_signal(number)
-        assert self.process.wait(30) == 0, self.err.read_text()
-        return time.monotonic() - began_s
-
-
-def ask(url: str, body: Any = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.loads(answer.read())
-
-
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
     config = tmp_path / "kvxfer.toml"
     config.write_text(FILE)
-    found = Served(tmp_path, KVXFER_CONFIG=str(config), KVXFER_BLOCK_SIZE="8", KVXFER_DECODE="1")
-    try:
+    variables = {"KVXFER_CONFIG": str(config), "KVXFER_BLOCK_SIZE": "8", "KVXFER_DECODE": "1"}
+    with Served(tmp_path, **variables) as found:
         yield found
-    finally:
-        if found.process.poll() is None:
-            found.process.kill()
-        found.process.wait(10)
-        assert [path.name for path in tmp_path.glob("kvxfer-serve-*")] == []
 
 
 def children(pid: int) -> list[int]:
