@@ -132,14 +132,14 @@ def send(client: Any, asked: Asked, template: ChatTemplate, tokenizer: Tokenizer
     for part in made if common["stream"] else [made]:
         told = part.model_dump()
         for choice in told["choices"]:
-            asked.output += choice["token_ids"]
+            asked.output += choice.get("token_ids") or []
             asked.prompt = choice.get("prompt_token_ids") or asked.prompt
         params = told.get("kv_transfer_params")
         if params:
             asked.digests = params["kv_digests"]
             asked.pair = params["prefill"], params["decode"]
     if asked.kind.startswith("chat"):
-        asked.prompt = tokenizer.encode(template.render(messages))
+        asked.prompt = tokenizer.encode(template.render(messages), add_special_tokens=False)
 
 
 def test_many_mixed_prompts_are_answered_as_by_one_process(
