@@ -69,6 +69,7 @@ class DecodeWorker:
         parts.peers.on_fenced = self._on_fenced
         parts.peers.on_revoked = partial(self._receiver.revoked, self._requests.values())
         parts.growth.on_settled = self._admission.admit
+        parts.metrics.load = self._load
 
     # --- the router's messages ----------------------------------------------------------------
 
@@ -253,6 +254,7 @@ class DecodeWorker:
     def _finish(self, request: DecodeRequest, reason: str, error: str) -> None:
         if error and reason != "overloaded":
             logger.warning("request %s: %s", request.request_id, error)
+        self._parts.metrics.ended(reason)
         self._parts.peers.send(request.router, request.finished(reason, error))
 
     def _on_peer_ready(self, peer: Peer) -> None:
@@ -294,6 +296,10 @@ class DecodeWorker:
                 self._fail(request, hopeless)
             elif request.state in AT_PREFILL and now >= request.ask_at_s:
                 self._receiver.ask_again(request)
+
+    def _load(self) -> tuple[int, int]:
+        waiting = len(self._admission)
+        return len(self._requests) - waiting, waiting
 
     def status(self) -> dict[str, int | float | str]:
         num_requests = len(self._requests) + len(self._quarantine)

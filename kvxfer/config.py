@@ -25,6 +25,7 @@ LONGEST_WORKER_ID = 200
 Commit = Literal["all", "elastic"]
 Digest = Literal["off", "sampled", "always"]
 PeerLoss = Literal["wait", "exit"]
+LogFormat = Literal["text", "json"]
 
 
 @Parameter(name="*")
@@ -117,6 +118,17 @@ class WorkerOptions:
     """A peer with transfers under way, of which none has ended for so long, counts as lost."""
     on_peer_loss: PeerLoss = "wait"
     """wait for it to come back, or exit with code 1."""
+    metrics_port: int = 0
+    """Serve Prometheus metrics at http://METRICS_HOST:PORT/metrics (0: do not; a router's /metrics
+    has those of its workers)."""
+    metrics_host: str = "127.0.0.1"
+    """Address to bind for them. Whoever reaches it can read them: there is no key."""
+    otlp_traces_endpoint: str = ""
+    """URL that OpenTelemetry traces of requests are sent to (OTLP over HTTP), as in
+    http://127.0.0.1:4318/v1/traces. Needs kvxfer[otel]."""
+    log_format: LogFormat = "text"
+    """text, or json: an object a line, with time, level, role, worker_id, message and, where there
+    is one, request_id."""
     trace: Path | None = None
     """Append trace events (JSON lines, monotonic nanoseconds) to this file."""
     ready_fd: Annotated[int, Parameter(show=False)] = -1
@@ -140,6 +152,8 @@ def resolve(options: WorkerOptions, role: str) -> WorkerOptions:
     if options.kv_low_watermark >= options.kv_high_watermark:
         high = options.kv_high_watermark
         raise UsageError("kv_low_watermark", options.kv_low_watermark, f"must be below {high}")
+    if not 0 <= options.metrics_port <= 65535:
+        raise UsageError("metrics_port", options.metrics_port, "must be in [0, 65535]")
     if len(options.worker_id.encode()) > LONGEST_WORKER_ID:
         reason = f"longer than {LONGEST_WORKER_ID} bytes"
         raise UsageError("worker_id", options.worker_id, reason)

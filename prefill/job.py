@@ -123,6 +123,13 @@ class PrefillJob:
         return self.peer.key, self.request.grant.grant_id
 
     @property
+    def end_reason(self) -> str:
+        """done, cancelled or error: how it ended."""
+        if not self.failure:
+            return "done"
+        return "cancelled" if self.aborted else "error"
+
+    @property
     def is_quiet(self) -> bool:
         """Neither the model nor the connectors work for it."""
         busy = self.chunk_running or self.digest_running

@@ -76,6 +76,11 @@ class PrefillWorker:
         parts.peers.on_lost = self._on_peer_lost
         parts.peers.on_revoked = self._on_revoked
         parts.growth.on_settled = self._pump
+        parts.metrics.load = self._load
+        parts.metrics.prefix_tokens = lambda: (
+            self._prefix_cache.query_tokens,
+            self._prefix_cache.hit_tokens,
+        )
 
     # --- messages -----------------------------------------------------------------------------
 
@@ -92,10 +97,12 @@ class PrefillWorker:
         if problem:
             grant_id = request.grant.grant_id
             self._last_words.say(key, grant_id, Failed(request.request_id, grant_id, problem))
+            self._parts.metrics.ended("error")
             return
         if retry_after_s := self._scheduler.busy_for_s(key):
             grant_id = request.grant.grant_id
             self._last_words.say(key, grant_id, Busy(request.request_id, grant_id, retry_after_s))
+            self._parts.metrics.ended("overloaded")
             return
         self._jobs[job.key] = job
         self._parts.trace.event("requested", request=request.request_id)
@@ -290,6 +297,7 @@ class PrefillWorker:
         if job.state is JobState.ENDED:
             return
         job.state = JobState.ENDED
+        self._parts.metrics.ended(job.end_reason)
         del self._jobs[job.key]
         self._scheduler.finish(job)
         if job.blocks:
@@ -307,6 +315,10 @@ class PrefillWorker:
             elif now > job.deadline_s and job.state is not JobState.ENDING:
                 self._give_up(job, f"deadline passed in state {job.state.name}")
         self._parts.set_busy(bool(self._jobs) or self._lane_trials.is_active)
+
+    def _load(self) -> tuple[int, int]:
+        waiting = len(self._scheduler)
+        return len(self._jobs) - waiting, waiting
 
     def status(self) -> dict[str, int | float | str]:
         return {

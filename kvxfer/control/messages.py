@@ -27,6 +27,8 @@
 | prefill → decode  | GrantUnknown         | it was never heard of; else its last word again |
 | decode ↔ prefill  | LaneTrial … Chosen   | see `control.lane_messages` |
 | any → worker      | StatusQuery / Status | a look inside |
+| router → worker   | MetricsQuery         | what Prometheus is told |
+| worker → router   | Metrics              | the answer |
 | router → worker   | Shrink, Sleep,       | what shall become of its cache; |
 |                   | WakeUp, Defragment   | each is answered by a CacheState |
 | router → worker   | Drain                | take nothing new, finish, leave |
@@ -73,6 +75,7 @@ from kvxfer.control.router_messages import (
     Token,
     TransferStats,
 )
+from kvxfer.control.telemetry_messages import Metrics, MetricsQuery
 from kvxfer.transfer.regions import Region
 
 WIRE_VERSION = 8
@@ -247,6 +250,8 @@ Message = (
     | Failed
     | StatusQuery
     | Status
+    | MetricsQuery
+    | Metrics
     | Shrink
     | Sleep
     | WakeUp

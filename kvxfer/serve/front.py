@@ -98,6 +98,10 @@ class Front:
         self._turn_soon()
         return stream
 
+    def sent(self) -> None:
+        """Something else made the router send: take in what comes soon."""
+        self._turn_soon()
+
     def release(self, stream: Stream) -> None:
         """Nobody waits any longer: what has not ended is cancelled, at once. Idempotent."""
         if stream not in self._streams:

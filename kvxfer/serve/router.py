@@ -36,8 +36,10 @@ from kvxfer.control.router_messages import (
     StatusQuery,
     Token,
 )
+from kvxfer.control.telemetry_messages import Metrics, MetricsQuery
 from kvxfer.errors import ControlError, DeadlineExceeded, HandshakeRejected, WorkerDied
 from kvxfer.serve.completion import MAX_ATTEMPTS, Backend, Completion
+from kvxfer.serve.scrapes import Scrape, Scrapes
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class Router:
         self._statuses: dict[str, Status] = {}
         self._cache_states: dict[str, CacheState] = {}
         self._next_beat_s = 0.0
+        self.scrapes = Scrapes()
         self.num_misplaced = 0
         """Messages dropped that no router is sent."""
 
@@ -150,6 +153,17 @@ class Router:
             self.poll(0.005)
         return self._statuses[backend.key]
 
+    def ask_metrics(self) -> Scrape:
+        """Have each worker tell its metrics; those that cannot be reached count as failed."""
+        scrape = Scrape({one.key: one.facts for one in self.backends if one.facts is not None})
+        for backend in self.backends:
+            if backend.key in scrape.missing and not self._send_if_connected(
+                backend, MetricsQuery()
+            ):
+                scrape.failed(backend.key)
+        self.scrapes.add(scrape)
+        return scrape
+
     def manage(
         self, backend: Backend, request: Shrink | Sleep | WakeUp | Defragment, timeout_s: float
     ) -> CacheState:
@@ -220,6 +234,7 @@ class Router:
             raise WorkerDied(lost)
         logger.warning("%s", lost)
         backend.facts, backend.hello_at_s, backend.hello_pause_s = None, 0.0, 0.0
+        self.scrapes.lost(backend.key)
         for completion in list(self._completions.values()):
             if completion.backend is not backend or completion.is_waiting:
                 continue
@@ -271,6 +286,8 @@ class Router:
                 self._lose(backend, "it does not know this router any more")
             case Status():
                 self._statuses[letter.peer] = message
+            case Metrics(text=text):
+                self.scrapes.told(letter.peer, text)
             case CacheState():
                 self._cache_states[letter.peer] = message
             case Reject(field=name, ours=ours, theirs=theirs):

@@ -23,6 +23,8 @@ from kvxfer.worker.growth import CacheGrowth
 from kvxfer.worker.heap import freeze_heap
 from kvxfer.worker.loop import ControlLoop, Role
 from kvxfer.worker.mailbox import Mailbox
+from kvxfer.worker.metrics import WorkerMetrics
+from kvxfer.worker.metrics_server import MetricsServer
 from kvxfer.worker.peers import PeerTable
 from kvxfer.worker.process import Announcer, handle_signals
 from kvxfer.worker.residency import Residency, ResidencyState
@@ -54,6 +56,7 @@ class WorkerParts:
     """What the roles give the model to do, but for reading KV."""
     watermarks: Watermarks
     trace: Trace
+    metrics: WorkerMetrics
     conservation: Conservation
     host: str
     """Identity of the running kernel."""
@@ -112,6 +115,7 @@ def serve(
     with contextlib.ExitStack() as undo:
         trace = Trace(options.worker_id, options.trace)
         undo.callback(trace.close)
+        server = _metrics_server(options, undo)
         connectors = load_connectors(options.connector)
         initiates = Direction.PULL if role == "decode" else Direction.PUSH
         engine = start(options, connectors, incarnation, announcer.step, initiates=initiates)
@@ -131,10 +135,13 @@ def serve(
             engine.check,
             trace.flush,
         )
+        parts.metrics.listen(parts, loop)
         undo.callback(_stop, parts)
         parts.transfer.start()
         parts.model.start()
         _first_extension(parts, loop, announcer)
+        if server is not None:
+            server.start(reports, lambda: parts.metrics.gather(parts).text())
         for address in dial:
             parts.peers.dial(address)
         freeze_heap()
@@ -142,6 +149,15 @@ def serve(
         with handle_signals(loop.stop):
             loop.run()
         parts.peers.farewell("it was told to stop")
+
+
+def _metrics_server(options: WorkerOptions, undo: contextlib.ExitStack) -> MetricsServer | None:
+    """Bound now, so that a port that is taken is told before the model is loaded."""
+    if not options.metrics_port:
+        return None
+    server = MetricsServer(options.metrics_host, options.metrics_port)
+    undo.callback(server.close)
+    return server
 
 
 def _assemble(
@@ -177,6 +193,7 @@ def _assemble(
         steps,
         watermarks,
         trace,
+        WorkerMetrics(),
         Conservation(engine.pools),
         host,
     )

@@ -83,6 +83,8 @@ EXAMPLES = [
     m.GrantUnknown("r", "g"),
     m.StatusQuery(),
     m.Status("w", {"i": 1, "f": 0.5, "s": "text"}),
+    m.MetricsQuery(),
+    m.Metrics("kvxfer_peers 1.0\n"),
     m.RegionsRevoke(2, [Region(0, 4096)], [b"\0\xff"]),
     m.RegionsRevoked(2),
     m.Shrink([5, 1], 0.5),

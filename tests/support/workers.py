@@ -178,6 +178,7 @@ class Worker:
             self.options.worker_id,
             turned=self.trace.flush,
         )
+        self.parts.metrics.listen(self.parts, self.loop)
         self.parts.transfer.start()
         self.parts.model.start()
         self._is_closed = False
