@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from kvxfer.control.router_messages import Sampling
 from kvxfer.errors import ControlError
 from kvxfer.serve.completion import Backend, Completion
+from kvxfer.serve.observed import Observed
 from kvxfer.serve.router import Router
+from kvxfer.telemetry.request_metrics import RequestMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,7 @@ class Stream:
 
     completion: Completion
     wake: asyncio.Event
+    observed: Observed
     num_seen: int = 0
     """Tokens that `wake` was set for."""
 
@@ -48,6 +51,8 @@ class Front:
     def __init__(self, router: Router) -> None:
         self.router = router
         self.is_closing = False
+        self.metrics = RequestMetrics()
+        self.metrics.load = self._load
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: set[Stream] = set()
         self._fds: set[int] = set()
@@ -93,7 +98,7 @@ class Front:
             verify=verify,
             request_id=request_id,
         )
-        stream = Stream(completion, wake)
+        stream = Stream(completion, wake, Observed(completion, self.metrics))
         self._streams.add(stream)
         self._turn_soon()
         return stream
@@ -107,6 +112,7 @@ class Front:
         if stream not in self._streams:
             return
         self._streams.discard(stream)
+        stream.observed.left()
         if stream.completion.finished is None:
             self.router.cancel(stream.completion)
             self._turn_soon()
@@ -137,6 +143,11 @@ class Front:
             self._timer.cancel()
         self._watch(set())
         self._loop = None
+
+    def _load(self) -> tuple[int, int]:
+        """Completions that workers have, and that none has."""
+        waiting = sum(one.completion.is_waiting for one in self._streams)
+        return len(self._streams) - waiting, waiting
 
     # --- in the loop --------------------------------------------------------------------------
 
@@ -198,4 +209,5 @@ class Front:
         for stream in self._streams:
             if stream.has_news():
                 stream.num_seen = len(stream.completion.output)
+                stream.observed.news()
                 stream.wake.set()

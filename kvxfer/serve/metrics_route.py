@@ -14,7 +14,6 @@ from kvxfer.control.facts import WorkerFacts
 from kvxfer.serve.front import Front
 from kvxfer.serve.router import Router
 from kvxfer.telemetry.metrics import CONTENT_TYPE, Samples
-from kvxfer.telemetry.request_metrics import RequestMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -24,22 +23,22 @@ ROUTER = {"worker": "router", "role": "router"}
 """Labels of the router's own samples."""
 
 
-def metrics_route(router: Router, front: Front, metrics: RequestMetrics) -> Route:
-    """For `make_app`. `metrics` are what the front counts into."""
+def metrics_route(router: Router, front: Front) -> Route:
+    """For `make_app`."""
     asked: asyncio.Task[str] | None = None
 
     async def answer(request: Request) -> Response:
         """Those who ask at the same time are told the same."""
         nonlocal asked
         if asked is None or asked.done():
-            asked = asyncio.create_task(_gather(router, front, metrics))
+            asked = asyncio.create_task(_gather(router, front))
         text = await asyncio.shield(asked)
         return Response(text, media_type=CONTENT_TYPE)
 
     return Route("/metrics", answer)
 
 
-async def _gather(router: Router, front: Front, metrics: RequestMetrics) -> str:
+async def _gather(router: Router, front: Front) -> str:
     is_done = asyncio.Event()
     scrape = router.ask_metrics()
     scrape.on_done = is_done.set
@@ -49,13 +48,12 @@ async def _gather(router: Router, front: Front, metrics: RequestMetrics) -> str:
             await asyncio.wait_for(is_done.wait(), SCRAPE_TIMEOUT_S)
         except TimeoutError:
             scrape.give_up()
-    parts = scrape.texts
-    merged, failed = await asyncio.to_thread(merge, parts)
+    merged, failed = await asyncio.to_thread(merge, scrape.texts)
     for name in failed:
         logger.warning("worker %s: its metrics cannot be read", name)
     for _ in range(scrape.num_failed + len(failed)):
-        metrics.scrape_failed()
-    merged.add_text(metrics.gather().text(), **ROUTER)
+        front.metrics.scrape_failed()
+    merged.add_text(front.metrics.gather().text(), **ROUTER)
     return merged.text()
 
 
