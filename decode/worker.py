@@ -20,6 +20,7 @@ from kvxfer.control.resync_messages import GrantUnknown
 from kvxfer.control.router_messages import Cancel, Generate
 from kvxfer.control.session import Peer
 from kvxfer.errors import KvxferError
+from kvxfer.telemetry.logs import about
 from kvxfer.transfer.connector import Direction
 from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.loop import Handler
@@ -221,7 +222,8 @@ class DecodeWorker:
         again = next_attempt(request, self._parts.peers.ready())
         if again is None:
             return False
-        logger.warning("request %s: attempt %d: %s", again.request_id, request.attempt, reason)
+        told = again.request_id, request.attempt, reason
+        logger.warning("request %s: attempt %d: %s", *told, extra=about(again.request_id))
         self._parts.trace.event("retried", request=again.request_id, reason=reason)
         self._requests[again.request_id] = again
         self._admission.forget(request)
@@ -253,7 +255,8 @@ class DecodeWorker:
 
     def _finish(self, request: DecodeRequest, reason: str, error: str) -> None:
         if error and reason != "overloaded":
-            logger.warning("request %s: %s", request.request_id, error)
+            name = request.request_id
+            logger.warning("request %s: %s", name, error, extra=about(name))
         self._parts.metrics.ended(reason)
         self._parts.peers.send(request.router, request.finished(reason, error))
 

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from kvxfer.errors import UsageError
+from kvxfer.telemetry.logs import LogFormat
 
 LAYOUT_VARIABLE = "KVXFER_KV_CACHE_LAYOUT"
 DEFAULT_CONNECTORS = "peer,nixl"
@@ -25,7 +26,6 @@ LONGEST_WORKER_ID = 200
 Commit = Literal["all", "elastic"]
 Digest = Literal["off", "sampled", "always"]
 PeerLoss = Literal["wait", "exit"]
-LogFormat = Literal["text", "json"]
 
 
 @Parameter(name="*")

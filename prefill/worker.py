@@ -15,6 +15,7 @@ from kvxfer.control.resync_messages import GrantQuery, GrantUnknown
 from kvxfer.control.session import Peer
 from kvxfer.errors import KvxferError, TransferError, WireError
 from kvxfer.model.runner import SequenceStep
+from kvxfer.telemetry.logs import about
 from kvxfer.transfer.connector import Direction
 from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.integrity import Integrity
@@ -145,7 +146,8 @@ class PrefillWorker:
             raise WireError(f"request {taken.request_id}: Taken where we push")
         if job is None:
             if not self._last_words.repeat(key, taken.lease_id):
-                logger.warning("%s took request %s, which is over", key, taken.request_id)
+                name = taken.request_id
+                logger.warning("%s took request %s, which is over", key, name, extra=about(name))
                 broken = Failed(taken.request_id, taken.lease_id, "the lease was broken")
                 self._last_words.say(key, taken.lease_id, broken)
             return
@@ -284,7 +286,7 @@ class PrefillWorker:
         ids = job.request.request_id, job.request.grant.grant_id
         if job.state is JobState.ENDING:
             message: Any = Aborted(*ids) if job.aborted else Failed(*ids, job.failure)
-            logger.warning("request %s: %s", ids[0], job.failure)
+            logger.warning("request %s: %s", ids[0], job.failure, extra=about(ids[0]))
             self._end(job)
             self._last_words.say(job.peer.key, ids[1], message)
         elif job.state is JobState.HANDING_OVER and (job.is_taken or job.is_pushed):
