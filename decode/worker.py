@@ -87,6 +87,8 @@ class DecodeWorker:
             self._finish(*overloaded(request, "this decode worker's", retry_after_s))
             return
         self._requests[request.request_id] = request
+        request.span = self._parts.spans.begin("decode", generate.traceparent, request.request_id)
+        request.span.phase("queue")
         self._parts.trace.event("accepted", request=request.request_id)
         self._admission.add(request)
 
@@ -226,6 +228,7 @@ class DecodeWorker:
         logger.warning("request %s: attempt %d: %s", *told, extra=about(again.request_id))
         self._parts.trace.event("retried", request=again.request_id, reason=reason)
         self._requests[again.request_id] = again
+        again.span.phase("queue", **{"kvxfer.retried": reason})
         self._admission.forget(request)
         self._quarantine.add(request, reason)
         if again.state is RequestState.WAITING:  # its router may have been lost meanwhile
@@ -258,6 +261,7 @@ class DecodeWorker:
             name = request.request_id
             logger.warning("request %s: %s", name, error, extra=about(name))
         self._parts.metrics.ended(reason)
+        request.span.end(reason, error, **{"gen_ai.usage.completion_tokens": len(request.output)})
         self._parts.peers.send(request.router, request.finished(reason, error))
 
     def _on_peer_ready(self, peer: Peer) -> None:

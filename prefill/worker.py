@@ -106,6 +106,8 @@ class PrefillWorker:
             self._parts.metrics.ended("overloaded")
             return
         self._jobs[job.key] = job
+        job.span = self._parts.spans.begin("prefill", request.traceparent, request.request_id)
+        job.span.phase("queue")
         self._parts.trace.event("requested", request=request.request_id)
         self._scheduler.add(job)
         self._pump()
@@ -300,6 +302,7 @@ class PrefillWorker:
             return
         job.state = JobState.ENDED
         self._parts.metrics.ended(job.end_reason)
+        job.span.end(job.end_reason, job.failure, **job.told)
         del self._jobs[job.key]
         self._scheduler.finish(job)
         if job.blocks:

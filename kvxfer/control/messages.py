@@ -73,6 +73,7 @@ from kvxfer.control.router_messages import (
     Status,
     StatusQuery,
     Token,
+    Traceparent,
     TransferStats,
 )
 from kvxfer.control.telemetry_messages import Metrics, MetricsQuery
@@ -146,6 +147,7 @@ class PrefillRequest(WireStruct, frozen=True):
     grant: Grant
     wants_digest: bool
     """Whether Done or Confirmed shall say what the KV's digest is."""
+    traceparent: Traceparent = ""
 
 
 class Ready(WireStruct, frozen=True):

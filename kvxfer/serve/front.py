@@ -19,6 +19,7 @@ from kvxfer.serve.completion import Backend, Completion
 from kvxfer.serve.observed import Observed
 from kvxfer.serve.router import Router
 from kvxfer.telemetry.request_metrics import RequestMetrics
+from kvxfer.telemetry.spans import NO_SPAN, NO_SPANS, Spans
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,8 @@ class Stream:
 
     completion: Completion
     wake: asyncio.Event
-    observed: Observed
+    observed: Observed | None
+    """None: nobody's request."""
     num_seen: int = 0
     """Tokens that `wake` was set for."""
 
@@ -51,6 +53,8 @@ class Front:
     def __init__(self, router: Router) -> None:
         self.router = router
         self.is_closing = False
+        self.spans: Spans = NO_SPANS
+        """Those of requests; the owner's, set before the first."""
         self.metrics = RequestMetrics()
         self.metrics.load = self._load
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -80,8 +84,11 @@ class Front:
         stop_token_ids: Sequence[int],
         verify: bool = False,
         request_id: str = "",
+        traceparent: str = "",
+        is_probe: bool = False,
     ) -> Stream:
-        """Begin a completion; several may share one `wake`. Whoever began it releases it.
+        """Begin a completion; several may share one `wake`. Whoever began it releases it. A probe
+        is in no metrics and no traces.
 
         Raises ControlError when no worker can take it.
         """
@@ -89,16 +96,20 @@ class Front:
             raise ControlError(f"the router stopped: {self._failure}")
         if self.is_closing:
             raise ControlError("the server is shutting down")
+        backend = self._any_decode()
+        span = NO_SPAN if is_probe else self.spans.begin("router", traceparent, request_id)
         completion = self.router.submit(
-            self._any_decode(),
+            backend,
             tokens,
             max_new_tokens,
             sampling=sampling,
             stop_token_ids=stop_token_ids,
             verify=verify,
             request_id=request_id,
+            traceparent=span.traceparent,
         )
-        stream = Stream(completion, wake, Observed(completion, self.metrics))
+        observed = None if is_probe else Observed(completion, self.metrics, span)
+        stream = Stream(completion, wake, observed)
         self._streams.add(stream)
         self._turn_soon()
         return stream
@@ -112,7 +123,8 @@ class Front:
         if stream not in self._streams:
             return
         self._streams.discard(stream)
-        stream.observed.left()
+        if stream.observed is not None:
+            stream.observed.left()
         if stream.completion.finished is None:
             self.router.cancel(stream.completion)
             self._turn_soon()
@@ -209,5 +221,6 @@ class Front:
         for stream in self._streams:
             if stream.has_news():
                 stream.num_seen = len(stream.completion.output)
-                stream.observed.news()
+                if stream.observed is not None:
+                    stream.observed.news()
                 stream.wake.set()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvxfer.serve.completion import Completion
 from kvxfer.telemetry.request_metrics import RequestMetrics
+from kvxfer.telemetry.spans import NO_SPAN, Span, Value
 
 
 @dataclass(slots=True)
@@ -16,6 +17,7 @@ class Observed:
 
     completion: Completion
     metrics: RequestMetrics
+    span: Span = NO_SPAN
     _num_seen: int = 0
     _last_s: float = 0.0
     _is_over: bool = False
@@ -45,3 +47,11 @@ class Observed:
         took_s = time.monotonic() - completion.sent_s
         num_prompt, num_output = len(completion.tokens), len(completion.output)
         self.metrics.observe_end(reason, took_s, num_prompt, num_output)
+        told: dict[str, Value] = {
+            "gen_ai.usage.prompt_tokens": num_prompt,
+            "gen_ai.usage.completion_tokens": num_output,
+        }
+        if completion.first_token_s is not None:
+            told["gen_ai.latency.time_to_first_token"] = completion.ttft_s
+        error = completion.finished.error if completion.finished is not None else ""
+        self.span.end(reason, error, **told)

@@ -108,6 +108,7 @@ class Router:
         stop_token_ids: Sequence[int] = (),
         verify: bool = False,
         request_id: str = "",
+        traceparent: str = "",
     ) -> Completion:
         """Send a prompt to a decode worker (or to the single process that it is compared with)."""
         request_id, sent_s = request_id or secrets.token_hex(8), time.monotonic()
@@ -119,6 +120,7 @@ class Router:
             stop_token_ids=list(stop_token_ids),
             prefill="",
             verify=verify,
+            traceparent=traceparent,
         )
         deadline_s = sent_s + self._request_timeout_s
         completion = Completion(request_id, tokens, backend, sent_s, generate, deadline_s)

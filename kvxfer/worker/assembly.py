@@ -14,6 +14,7 @@ from kvxfer.control.facts import RankFacts, WorkerFacts
 from kvxfer.control.resync_messages import RegionsAt
 from kvxfer.errors import WorkerDied
 from kvxfer.memory.limits import host_identity
+from kvxfer.telemetry.spans import NO_SPANS, Spans, open_spans
 from kvxfer.telemetry.trace import Trace
 from kvxfer.transfer.connector import Direction, Where, load_connectors
 from kvxfer.transfer.lanes import AUTO, Lane, offered, served
@@ -56,6 +57,7 @@ class WorkerParts:
     """What the roles give the model to do, but for reading KV."""
     watermarks: Watermarks
     trace: Trace
+    spans: Spans
     metrics: WorkerMetrics
     conservation: Conservation
     host: str
@@ -115,13 +117,15 @@ def serve(
     with contextlib.ExitStack() as undo:
         trace = Trace(options.worker_id, options.trace)
         undo.callback(trace.close)
+        spans = open_spans(options.otlp_traces_endpoint, role, options.worker_id)
+        undo.callback(spans.close)
         server = _metrics_server(options, undo)
         connectors = load_connectors(options.connector)
         initiates = Direction.PULL if role == "decode" else Direction.PUSH
         engine = start(options, connectors, incarnation, announcer.step, initiates=initiates)
         reports: Mailbox[Report] = Mailbox()
         undo.callback(reports.close)
-        parts = _assemble(role, options, engine, channel, reports, trace, incarnation)
+        parts = _assemble(role, options, engine, channel, reports, trace, incarnation, spans)
         made = make_role(parts)
         loop = ControlLoop(
             channel,
@@ -168,6 +172,7 @@ def _assemble(
     reports: Mailbox[Report],
     trace: Trace,
     incarnation: str,
+    spans: Spans = NO_SPANS,
 ) -> WorkerParts:
     transfer = TransferThread(engine.transfer, reports, engine.enter_thread)
     growth = CacheGrowth(engine, transfer, trace)
@@ -193,6 +198,7 @@ def _assemble(
         steps,
         watermarks,
         trace,
+        spans,
         WorkerMetrics(),
         Conservation(engine.pools),
         host,

@@ -45,8 +45,9 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        host, port = self._server.server_address[:2]
-        return f"http://{f'[{host!s}]' if ':' in str(host) else host}:{port}/metrics"
+        address: tuple[str, int] = self._server.socket.getsockname()
+        host = f"[{address[0]}]" if ":" in address[0] else address[0]
+        return f"http://{host}:{address[1]}/metrics"
 
     def start(self, reports: Mailbox[Report], text: Callable[[], str]) -> None:
         """Answer with `text`, which the thread that drains `reports` calls."""

@@ -25,6 +25,7 @@ from kvxfer.control.channel import Channel, check_dial
 from kvxfer.errors import KvxferError, UsageError, WorkerDied
 from kvxfer.telemetry.log_rate import one_line
 from kvxfer.telemetry.logs import set_up_logging
+from kvxfer.telemetry.spans import check_endpoint
 from kvxfer.transfer.connector import check_connectors
 from kvxfer.transfer.lanes import LANES
 from kvxfer.worker.layouts import asked_layout
@@ -148,6 +149,7 @@ def _check_cheaply(options: WorkerOptions) -> None:
     asked_layout(options).by_kind()
     check_device(options.device)
     check_connectors(options.connector)
+    check_endpoint(options.otlp_traces_endpoint)
     if options.lane not in LANES:
         raise UsageError("lane", options.lane, f"must be one of {', '.join(LANES)}")
 

@@ -58,7 +58,7 @@ EXAMPLES = [
     m.Goodbye("bye"),
     m.RegionsUpdate(4, [Region(1 << 40, 1)], [b"\0\xff"], 0),
     m.RegionsAck(4),
-    m.Generate("r", [1, 2], 3, m.Sampling(0.5, 0.9, 2**63), [0], "", True),
+    m.Generate("r", [1, 2], 3, m.Sampling(0.5, 0.9, 2**63), [0], "", True, "00-trace"),
     m.Cancel("r"),
     m.Token("r", 0, 5),
     m.Finished("r", "overloaded", "", 3, STATS, ["ab"], 9, 1.5),
@@ -142,7 +142,9 @@ def refused(value):
 def test_unknown_and_missing_fields_are_refused(message):
     value = raw(message)
     refused(value | {"surprise": 1})
-    for name in value.keys() - {"type"}:
+    fields, defaults = type(message).__struct_fields__, type(message).__struct_defaults__
+    optional = fields[len(fields) - len(defaults) :]
+    for name in value.keys() - {"type", *optional}:
         refused({key: value[key] for key in value if key != name})
     refused({key: value[key] for key in value if key != "type"})
     refused(value | {"type": "Nonsense"})

@@ -60,6 +60,7 @@ PLAUSIBLE: dict[str, Any] = {
     "pinned_bytes": 0,
     "worker_id": "w",
     "values": {"a": 1, "b": "c"},
+    "traceparent": f"00-{'a' * 32}-{'b' * 16}-01",
     "text": "kvxfer_peers 1.0\n",
     "field": "model",
     "ours": "a",

@@ -26,6 +26,7 @@ from kvxfer.control.auth import Keys
 from kvxfer.control.channel import Channel
 from kvxfer.memory.host import HostDriver
 from kvxfer.model.loader import ModelInfo
+from kvxfer.telemetry.spans import NO_SPANS, Spans
 from kvxfer.telemetry.trace import Trace
 from kvxfer.transfer.connector import Direction, MemoryWindow
 from kvxfer.transfer.multi import MultiConnector
@@ -143,6 +144,7 @@ class Worker:
         *,
         idle: bool = False,
         trace: Path | None = None,
+        spans: Spans = NO_SPANS,
         engine: dict[str, Any] | MakeEngine | None = None,
         **options: Any,
     ) -> None:
@@ -164,6 +166,7 @@ class Worker:
             self.reports,
             self.trace,
             self.incarnation,
+            spans,
         )
         make = {"prefill": PrefillWorker, "decode": DecodeWorker}[role]
         self.role: Any = IdleRole() if idle else make(self.parts)

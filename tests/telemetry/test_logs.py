@@ -51,9 +51,7 @@ def test_an_exception_is_a_field(stream):
     try:
         raise RuntimeError("why")
     except RuntimeError:
-        record = logger.makeRecord(
-            "n", logging.ERROR, "f", 1, "it broke", None, sys.exc_info()
-        )
+        record = logger.makeRecord("n", logging.ERROR, "f", 1, "it broke", None, sys.exc_info())
     told = json.loads(JsonLines("prefill", "p").format(record))
     assert told["message"] == "it broke"
     assert told["exception"].endswith("RuntimeError: why")

@@ -96,7 +96,7 @@ def test_whoever_asks_is_answered_and_what_is_turned_away_is_counted(cluster):
 
 
 def test_a_failed_transfer_is_counted_as_nothing_else(cluster):
-    prefill, decode = cluster.pair("pull")
+    _, decode = cluster.pair("pull")
     decode.connector.refuse.add("submit")
     sent = cluster.send(decode)
     cluster.finish(sent)
