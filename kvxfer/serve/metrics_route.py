@@ -58,7 +58,7 @@ async def _gather(router: Router, front: Front) -> str:
 
 
 def merge(parts: Sequence[tuple[WorkerFacts, str]]) -> tuple[Samples, list[str]]:
-    """All workers' samples, each with its worker and role; and whose text was no exposition. Pure."""
+    """All samples, each with its worker and role; and whose text was no exposition. Pure."""
     merged, failed = Samples(), []
     for facts, text in parts:
         try:

@@ -63,7 +63,7 @@ WORKER = (
            "Memory given up that stays mapped, since a lost peer may still touch it."),
     Family("kvxfer_growth_seconds", "histogram",
            "From the wish for more memory until peers and allocator have it.", (), GROWTH_S),
-    Family("kvxfer_growth_failures_total", "counter", "Growths after which the cache was as before."),
+    Family("kvxfer_growth_failures_total", "counter", "Growths that left the cache as it was."),
     Family("kvxfer_blocks", "gauge", "Blocks of the cache by state.", ("state",)),
     Family("kvxfer_prefix_cache_queries_total", "counter",
            "Tokens of prompts that were looked up in the prefix cache."),
