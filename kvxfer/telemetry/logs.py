@@ -21,6 +21,7 @@ class JsonLines(logging.Formatter):
 
     def __init__(self, role: str, worker_id: str) -> None:
         super().__init__()
+        self.worker_id = worker_id
         self._names = {"role": role, "worker_id": worker_id}
 
     def format(self, record: logging.LogRecord) -> str:
@@ -49,6 +50,14 @@ def set_up_logging(role: str, worker_id: str, log_format: LogFormat) -> None:
         handler.setFormatter(logging.Formatter(f"%(asctime)s {role} %(levelname)s %(message)s"))
     handler.addFilter(BoundedLog())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+
+
+def as_set_up() -> tuple[str, LogFormat]:
+    """The worker_id and format of this process's log, for the processes that it starts."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, JsonLines):
+            return handler.formatter.worker_id, "json"
+    return "", "text"
 
 
 def about(request_id: str) -> dict[str, str]:

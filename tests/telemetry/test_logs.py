@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvxfer.telemetry.logs import LONGEST_REQUEST_ID, JsonLines, about, set_up_logging
+from kvxfer.telemetry.logs import LONGEST_REQUEST_ID, JsonLines, about, as_set_up, set_up_logging
 
 logger = logging.getLogger("kvxfer.test")
 
@@ -69,6 +69,9 @@ def test_what_was_set_up_last_is_what_counts(stream):
     logger.info("once")
     (line,) = stream().splitlines()
     assert json.loads(line)["worker_id"] == "decode-1"
+    assert as_set_up() == ("decode-1", "json"), "for ranks in processes of their own"
+    set_up_logging("decode", "decode-1", "text")
+    assert as_set_up() == ("", "text")
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])

@@ -3,11 +3,13 @@
 import itertools
 import logging
 import sys
+import threading
 import time
 
 import pytest
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from support.running import wait_until
 
 from kvxfer.errors import UsageError
 from kvxfer.telemetry.otel import OtlpSpans
@@ -103,13 +105,17 @@ def test_a_trace_that_is_not_sampled_is_handed_on_and_not_sent(spans, exporter):
 
 
 class Stuck(SpanExporter):
+    def __init__(self):
+        self.may_go_on = threading.Event()
+
     def export(self, spans):
-        time.sleep(3)
+        self.may_go_on.wait(30)
         return SpanExportResult.FAILURE
 
 
 def test_a_collector_that_hangs_holds_up_neither_requests_nor_the_end(caplog):
-    spans = OtlpSpans("http://unused", "decode", "decode-0", Stuck())
+    before, stuck = threading.active_count(), Stuck()
+    spans = OtlpSpans("http://unused", "decode", "decode-0", stuck)
     began = time.monotonic()
     for _ in range(3000):  # more than the queue holds
         span = spans.begin("decode", "", "r")
@@ -120,6 +126,8 @@ def test_a_collector_that_hangs_holds_up_neither_requests_nor_the_end(caplog):
         spans.close()
     assert time.monotonic() - began < 1.5
     assert "is lost" in caplog.text
+    stuck.may_go_on.set()
+    wait_until(lambda: threading.active_count() == before, 10, "the exporter's end")
 
 
 @pytest.mark.parametrize(
