@@ -89,6 +89,8 @@ class Receiver:
         request.prefill_name = trail_of(request).peer = peer.name
         request.grant_id = secrets.token_hex(8)
         request.state = RequestState.GRANTED if request.blocks else RequestState.ASKED
+        if request.blocks:
+            request.span.phase("transfer")
         self.ask_for(request)
 
     def ask_for(self, request: DecodeRequest) -> None:
@@ -107,6 +109,7 @@ class Receiver:
                 generate.sampling,
                 grant,
                 request.wants_digest,
+                request.span.traceparent,
             ),
         )
 
@@ -114,6 +117,7 @@ class Receiver:
         """Name the blocks that prefill has asked for, as often as it asks."""
         assert request.prefill is not None
         request.state = RequestState.GRANTED
+        request.span.phase("transfer")
         request.asked(time.monotonic())
         ids, blocks = (request.request_id, request.grant_id), self._named(request)
         self._peers.send(request.prefill.key, Granted(*ids, blocks, request.num_cached))
@@ -253,6 +257,8 @@ class Receiver:
         request.state = RequestState.FILLED
         stats = request.stats
         lane = str(request.lane)
+        told: dict[str, int | str] = {"kvxfer.transfer.bytes": stats.num_bytes, "kvxfer.lane": lane}
+        request.span.phase("decode", **told)
         if request.direction is Direction.PULL:
             self._trace.event(
                 "transfer_end",

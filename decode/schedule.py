@@ -52,6 +52,7 @@ from kvxfer.control.session import Peer
 from kvxfer.errors import WireError
 from kvxfer.model.runner import SequenceStep
 from kvxfer.model.sampling import SampleSpec
+from kvxfer.telemetry.spans import NO_SPAN, Span
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.lanes import Lane
 from kvxfer.transfer.rank_plans import RankPlans
@@ -130,6 +131,8 @@ class DecodeRequest:
     kv_digests: list[str] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
     is_cancelled: bool = False
+    span: Span = NO_SPAN
+    """Of all attempts."""
     retry_after_s: float = 0.0
     """Overloaded: when to ask again."""
 
@@ -225,6 +228,7 @@ class DecodeRequest:
             attempt=self.attempt + 1,
             tried=self.tried | {self.prefill.key},
             output=list(self.output),
+            span=self.span,
         )
 
     def why_hopeless(self, now_s: float, refusal: str) -> str:

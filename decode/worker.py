@@ -22,6 +22,7 @@ from kvxfer.control.resync_messages import GrantUnknown
 from kvxfer.control.router_messages import Cancel, Generate
 from kvxfer.control.session import Peer
 from kvxfer.errors import KvxferError
+from kvxfer.telemetry.logs import about
 from kvxfer.transfer.connector import Direction
 from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.draining import RETRY_S
@@ -83,6 +84,7 @@ class DecodeWorker:
         parts.peers.on_fenced = self._on_fenced
         parts.peers.on_revoked = partial(self._receiver.revoked, self._requests.values())
         parts.growth.on_settled = self._admission.admit
+        parts.metrics.load = self._load
 
     # --- the router's messages ----------------------------------------------------------------
 
@@ -104,6 +106,8 @@ class DecodeWorker:
             return
         self._requests[request.request_id] = request
         self._view.trails.add(request.request_id, "", request)
+        request.span = self._parts.spans.begin("decode", generate.traceparent, request.request_id)
+        request.span.phase("queue")
         self._parts.trace.event("accepted", request=request.request_id)
         self._admission.add(request)
 
@@ -239,10 +243,12 @@ class DecodeWorker:
         again = next_attempt(request, self._parts.peers.ready())
         if again is None:
             return False
-        logger.warning("request %s: attempt %d: %s", again.request_id, request.attempt, reason)
+        told = again.request_id, request.attempt, reason
+        logger.warning("request %s: attempt %d: %s", *told, extra=about(again.request_id))
         self._parts.trace.event("retried", request=again.request_id, reason=reason)
         self._requests[again.request_id] = again
         self._view.trails.add(again.request_id, "", again)
+        again.span.phase("queue", **{"kvxfer.retried": reason})
         self._admission.forget(request)
         self._quarantine.add(request, reason)
         if again.state is RequestState.WAITING:  # its router may have been lost meanwhile
@@ -274,7 +280,10 @@ class DecodeWorker:
 
     def _finish(self, request: DecodeRequest, reason: str, error: str) -> None:
         if error and reason != "overloaded":
-            logger.warning("request %s: %s", request.request_id, error)
+            name = request.request_id
+            logger.warning("request %s: %s", name, error, extra=about(name))
+        self._parts.metrics.ended(reason)
+        request.span.end(reason, error, **{"gen_ai.usage.completion_tokens": len(request.output)})
         self._parts.peers.send(request.router, request.finished(reason, error))
 
     def _on_peer_ready(self, peer: Peer) -> None:
@@ -339,6 +348,10 @@ class DecodeWorker:
 
     def _num_requests(self) -> int:
         return len(self._requests) + len(self._quarantine)
+
+    def _load(self) -> tuple[int, int]:
+        waiting = len(self._admission)
+        return len(self._requests) - waiting, waiting
 
     def status(self) -> dict[str, int | float | str]:
         return {

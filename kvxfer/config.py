@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from kvxfer.errors import UsageError
+from kvxfer.telemetry.logs import LogFormat
 
 LAYOUT_VARIABLE = "KVXFER_KV_CACHE_LAYOUT"
 DEFAULT_CONNECTORS = "peer,nixl"
@@ -124,6 +125,17 @@ class WorkerOptions:
     once). A second signal ends at once."""
     on_peer_loss: PeerLoss = "wait"
     """wait for it to come back, or exit with code 1."""
+    metrics_port: int = 0
+    """Serve Prometheus metrics at http://METRICS_HOST:PORT/metrics (0: do not; a router's /metrics
+    has those of its workers)."""
+    metrics_host: str = "127.0.0.1"
+    """Address to bind for them. Whoever reaches it can read them: there is no key."""
+    otlp_traces_endpoint: str = ""
+    """URL that OpenTelemetry traces of requests are sent to (OTLP over HTTP), as in
+    http://127.0.0.1:4318/v1/traces. Needs kvxfer[otel]."""
+    log_format: LogFormat = "text"
+    """text, or json: an object a line, with time, level, role, worker_id, message and, where there
+    is one, request_id."""
     trace: Path | None = None
     """Append trace events (JSON lines, monotonic nanoseconds) to this file."""
     ready_fd: Annotated[int, Parameter(show=False)] = -1
@@ -150,6 +162,8 @@ def resolve(options: WorkerOptions, role: str) -> WorkerOptions:
     if options.kv_low_watermark >= options.kv_high_watermark:
         high = options.kv_high_watermark
         raise UsageError("kv_low_watermark", options.kv_low_watermark, f"must be below {high}")
+    if not 0 <= options.metrics_port <= 65535:
+        raise UsageError("metrics_port", options.metrics_port, "must be in [0, 65535]")
     if len(options.worker_id.encode()) > LONGEST_WORKER_ID:
         reason = f"longer than {LONGEST_WORKER_ID} bytes"
         raise UsageError("worker_id", options.worker_id, reason)

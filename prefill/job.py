@@ -42,6 +42,7 @@ from dataclasses import dataclass, field
 from kvxfer.control.messages import PrefillRequest
 from kvxfer.control.router_messages import TransferStats
 from kvxfer.control.session import Peer
+from kvxfer.telemetry.spans import NO_SPAN, Span
 from kvxfer.transfer.connector import Direction
 from kvxfer.transfer.lanes import Lane
 from kvxfer.transfer.rank_plans import RankPlans
@@ -96,6 +97,7 @@ class PrefillJob:
     digest_running: bool = False
     is_taken: bool = False
     """Pull: decode has read everything."""
+    span: Span = NO_SPAN
     stats: TransferStats = field(default_factory=TransferStats)
     failure: str = ""
     """Why it was given up; told to decode once nothing of ours is under way any more."""
@@ -138,6 +140,21 @@ class PrefillJob:
         """Whether a transfer of ours, or decode under the lease, may read its blocks."""
         is_offered = not self.is_pushed and (self.computed > 0 or any(self.layers_sent))
         return self.moves_in_flight > 0 or is_offered
+
+    @property
+    def end_reason(self) -> str:
+        """done, cancelled or error: how it ended."""
+        if not self.failure:
+            return "done"
+        return "cancelled" if self.aborted else "error"
+
+    @property
+    def told(self) -> dict[str, int | str]:
+        """What its span says in the end."""
+        told: dict[str, int | str] = {"gen_ai.usage.prompt_tokens": len(self.request.tokens)}
+        if self.is_pushed:
+            told |= {"kvxfer.transfer.bytes": self.stats.num_bytes, "kvxfer.lane": str(self.lane)}
+        return told
 
     @property
     def is_quiet(self) -> bool:

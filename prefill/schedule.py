@@ -96,6 +96,7 @@ class PrefillScheduler:
         self._queue.start(job)
         self._service.left(len(self._queue))
         job.state, job.is_started = JobState.COMPUTING, True
+        job.span.phase("compute")
         self.current = job
         return True
 
@@ -108,6 +109,7 @@ class PrefillScheduler:
             job.first_token = token
             if job.state is JobState.COMPUTING:
                 job.state = JobState.HANDING_OVER
+                job.span.phase("hand_over", **{"kvxfer.cached_tokens": job.num_cached})
             self.remove(job)
         return range(start, job.computed)
 

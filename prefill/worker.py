@@ -15,6 +15,7 @@ from kvxfer.control.resync_messages import GrantQuery, GrantUnknown
 from kvxfer.control.session import Peer
 from kvxfer.errors import KvxferError, TransferError, WireError
 from kvxfer.model.runner import SequenceStep
+from kvxfer.telemetry.logs import about
 from kvxfer.transfer.connector import Direction
 from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.draining import RETRY_S
@@ -83,6 +84,11 @@ class PrefillWorker:
         parts.peers.on_lost = self._on_peer_lost
         parts.peers.on_revoked = self._on_revoked
         parts.growth.on_settled = self._pump
+        parts.metrics.load = self._load
+        parts.metrics.prefix_tokens = lambda: (
+            self._prefix_cache.query_tokens,
+            self._prefix_cache.hit_tokens,
+        )
 
     # --- messages -----------------------------------------------------------------------------
 
@@ -99,14 +105,18 @@ class PrefillWorker:
         if problem:
             grant_id = request.grant.grant_id
             self._last_words.say(key, grant_id, Failed(request.request_id, grant_id, problem))
+            self._parts.metrics.ended("error")
             return
         drain_s = RETRY_S if self._parts.draining.reason else 0.0
         if retry_after_s := drain_s or self._scheduler.busy_for_s(key):
             grant_id = request.grant.grant_id
             self._last_words.say(key, grant_id, Busy(request.request_id, grant_id, retry_after_s))
+            self._parts.metrics.ended("overloaded")
             return
         self._jobs[job.key] = job
         self._view.trails.add(request.request_id, peer.name, job)
+        job.span = self._parts.spans.begin("prefill", request.traceparent, request.request_id)
+        job.span.phase("queue")
         self._parts.trace.event("requested", request=request.request_id)
         self._scheduler.add(job)
         self._pump()
@@ -150,7 +160,8 @@ class PrefillWorker:
             raise WireError(f"request {taken.request_id}: Taken where we push")
         if job is None:
             if not self._last_words.repeat(key, taken.lease_id):
-                logger.warning("%s took request %s, which is over", key, taken.request_id)
+                name = taken.request_id
+                logger.warning("%s took request %s, which is over", key, name, extra=about(name))
                 broken = Failed(taken.request_id, taken.lease_id, "the lease was broken")
                 self._last_words.say(key, taken.lease_id, broken)
             return
@@ -291,7 +302,7 @@ class PrefillWorker:
         ids = job.request.request_id, job.request.grant.grant_id
         if job.state is JobState.ENDING:
             message: Any = Aborted(*ids) if job.aborted else Failed(*ids, job.failure)
-            logger.warning("request %s: %s", ids[0], job.failure)
+            logger.warning("request %s: %s", ids[0], job.failure, extra=about(ids[0]))
             self._end(job)
             self._last_words.say(job.peer.key, ids[1], message)
         elif job.state is JobState.HANDING_OVER and (job.is_taken or job.is_pushed):
@@ -304,6 +315,8 @@ class PrefillWorker:
         if job.state is JobState.ENDED:
             return
         job.state = JobState.ENDED
+        self._parts.metrics.ended(job.end_reason)
+        job.span.end(job.end_reason, job.failure, **job.told)
         del self._jobs[job.key]
         self._scheduler.finish(job)
         if job.blocks:
@@ -332,6 +345,10 @@ class PrefillWorker:
 
     def _in_flight(self) -> list[list[list[int]]]:
         return [job.blocks for job in self._jobs.values() if job.is_leaving]
+
+    def _load(self) -> tuple[int, int]:
+        waiting = len(self._scheduler)
+        return len(self._jobs) - waiting, waiting
 
     def status(self) -> dict[str, int | float | str]:
         return {

@@ -28,6 +28,8 @@
 | decode ↔ prefill  | LaneTrial … Chosen   | see `control.lane_messages` |
 | any → worker      | StatusQuery / Status | a look inside |
 | router → worker   | ViewQuery / View     | what a picture of it needs, while somebody looks |
+| router → worker   | MetricsQuery         | what Prometheus is told |
+| worker → router   | Metrics              | the answer |
 | router → worker   | Shrink, Sleep,       | what shall become of its cache; |
 |                   | WakeUp, Defragment   | each is answered by a CacheState |
 | router → worker   | Drain                | take nothing new, finish, leave |
@@ -74,8 +76,10 @@ from kvxfer.control.router_messages import (
     Status,
     StatusQuery,
     Token,
+    Traceparent,
     TransferStats,
 )
+from kvxfer.control.telemetry_messages import Metrics, MetricsQuery
 from kvxfer.control.view_messages import View, ViewQuery
 from kvxfer.transfer.regions import Region
 
@@ -154,6 +158,7 @@ class PrefillRequest(WireStruct, frozen=True):
     grant: Grant
     wants_digest: bool
     """Whether Done or Confirmed shall say what the KV's digest is."""
+    traceparent: Traceparent = ""
 
 
 class Ready(WireStruct, frozen=True):
@@ -261,6 +266,8 @@ Message = (
     | Failed
     | StatusQuery
     | Status
+    | MetricsQuery
+    | Metrics
     | Shrink
     | Sleep
     | WakeUp

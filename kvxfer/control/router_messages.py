@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from kvxfer.control.cache_messages import WireStruct
+from kvxfer.telemetry.spans import MAX_TRACEPARENT_CHARS
+
+Traceparent = Annotated[str, msgspec.Meta(max_length=MAX_TRACEPARENT_CHARS)]
+"""Of the span that a request's next ones are below, '' where there is none; another text is none,
+too (`kvxfer.telemetry.spans`)."""
 
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,6 +45,7 @@ class Generate(WireStruct, frozen=True):
     after a failure. '' lets the decode worker choose."""
     verify: bool
     """Send the digest of each prompt block with Finished; a worker of several ranks has none."""
+    traceparent: Traceparent = ""
 
 
 class Cancel(WireStruct, frozen=True):

@@ -61,7 +61,12 @@ class GenerationEndpoint:
             ask = await ask_of(request, self._served, self._limits, self._executor)
             request_id = f"{self._prefix}-{secrets.token_hex(16)}"
             generation = Generation.begin(
-                self._front, self._admission, ask, self._served.tokenizer, request_id
+                self._front,
+                self._admission,
+                ask,
+                self._served.tokenizer,
+                request_id,
+                traceparent=dict(scope["headers"]).get(b"traceparent", b"").decode("latin-1"),
             )
             try:
                 async with _watched(receive, generation):

@@ -20,7 +20,10 @@ from dataclasses import dataclass
 from kvxfer.control.router_messages import Sampling
 from kvxfer.errors import ControlError
 from kvxfer.serve.completion import Backend, Completion
+from kvxfer.serve.observed import Observed
 from kvxfer.serve.router import Router
+from kvxfer.telemetry.request_metrics import RequestMetrics
+from kvxfer.telemetry.spans import NO_SPAN, NO_SPANS, Spans
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,8 @@ class Stream:
 
     completion: Completion
     wake: asyncio.Event
+    observed: Observed | None
+    """None: nobody's request."""
     num_seen: int = 0
     """Tokens that `wake` was set for."""
 
@@ -52,6 +57,10 @@ class Front:
     def __init__(self, router: Router) -> None:
         self.router = router
         self.is_closing = False
+        self.spans: Spans = NO_SPANS
+        """Those of requests; the owner's, set before the first."""
+        self.metrics = RequestMetrics()
+        self.metrics.load = self._load
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: set[Stream] = set()
         self._epoll: select.epoll | None = None
@@ -82,8 +91,11 @@ class Front:
         stop_token_ids: Sequence[int],
         verify: bool = False,
         request_id: str = "",
+        traceparent: str = "",
+        is_probe: bool = False,
     ) -> Stream:
-        """Begin a completion; several may share one `wake`. Whoever began it releases it.
+        """Begin a completion; several may share one `wake`. Whoever began it releases it. A probe
+        is in no metrics and no traces.
 
         Raises ControlError when no worker can take it.
         """
@@ -93,6 +105,7 @@ class Front:
             raise ControlError("the server is shutting down")
         if not self.knows("decode"):
             raise ControlError("there is no decode worker")
+        span = NO_SPAN if is_probe else self.spans.begin("router", traceparent, request_id)
         completion = self.router.submit(
             None,
             tokens,
@@ -101,17 +114,25 @@ class Front:
             stop_token_ids=stop_token_ids,
             verify=verify,
             request_id=request_id,
+            traceparent=span.traceparent,
         )
-        stream = Stream(completion, wake)
+        observed = None if is_probe else Observed(completion, self.metrics, span)
+        stream = Stream(completion, wake, observed)
         self._streams.add(stream)
         self._turn_soon()
         return stream
+
+    def sent(self) -> None:
+        """Something else made the router send: take in what comes soon."""
+        self._turn_soon()
 
     def release(self, stream: Stream) -> None:
         """Nobody waits any longer: what has not ended is cancelled, at once. Idempotent."""
         if stream not in self._streams:
             return
         self._streams.discard(stream)
+        if stream.observed is not None:
+            stream.observed.left()
         if stream.completion.finished is None:
             self.router.cancel(stream.completion)
             self._turn_soon()
@@ -145,6 +166,11 @@ class Front:
             self._timer.cancel()
         self._unwatch()
         self._loop = None
+
+    def _load(self) -> tuple[int, int]:
+        """Completions that workers have, and that none has."""
+        waiting = sum(one.completion.is_waiting for one in self._streams)
+        return len(self._streams) - waiting, waiting
 
     # --- in the loop --------------------------------------------------------------------------
 
@@ -203,4 +229,6 @@ class Front:
         for stream in self._streams:
             if stream.has_news():
                 stream.num_seen = len(stream.completion.output)
+                if stream.observed is not None:
+                    stream.observed.news()
                 stream.wake.set()

@@ -111,7 +111,13 @@ class Generation:
 
     @classmethod
     def begin(
-        cls, front: Front, admission: Admission, ask: Ask, tokenizer: Tokenizer, request_id: str
+        cls,
+        front: Front,
+        admission: Admission,
+        ask: Ask,
+        tokenizer: Tokenizer,
+        request_id: str,
+        traceparent: str = "",
     ) -> Generation:
         """Send all to the workers, or none. Raises ApiError."""
         admission.enter(ask.num_answers)
@@ -129,6 +135,7 @@ class Generation:
                         stop_token_ids=ask.stop_token_ids,
                         verify=ask.verify,
                         request_id=f"{request_id}-{index}",
+                        traceparent=traceparent,
                     )
                     generation.answers.append(Answer(index, prompt, stream, ask, tokenizer))
                     left -= 1

@@ -54,7 +54,9 @@ class Probe:
         wake = asyncio.Event()
         tokens = [random.randrange(self._vocab_size) for _ in range(NUM_TOKENS)]
         try:
-            stream = self._front.submit(tokens, 1, wake, sampling=Sampling(), stop_token_ids=())
+            stream = self._front.submit(
+                tokens, 1, wake, sampling=Sampling(), stop_token_ids=(), is_probe=True
+            )
         except ControlError as error:
             return str(error), {}
         completion = stream.completion

@@ -34,6 +34,7 @@ from kvxfer.control.router_messages import (
     StatusQuery,
     Token,
 )
+from kvxfer.control.telemetry_messages import Metrics, MetricsQuery
 from kvxfer.control.view_messages import View
 from kvxfer.errors import DeadlineExceeded, HandshakeRejected, WorkerDied
 from kvxfer.serve.backend import Backend, BackendState
@@ -41,6 +42,7 @@ from kvxfer.serve.completion import Completion
 from kvxfer.serve.delivery import Delivery
 from kvxfer.serve.fleet import Fleet
 from kvxfer.serve.lives import Lives
+from kvxfer.serve.scrapes import Scrape, Scrapes
 from kvxfer.serve.views import ViewTable
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,7 @@ class Router:
         self.views = ViewTable()
         """Of workers, as far as `ask_views` asked."""
         self.lives = Lives()
+        self.scrapes = Scrapes()
         self.num_misplaced = 0
         """Messages dropped that no router is sent."""
 
@@ -140,6 +143,15 @@ class Router:
             self.poll(0.005)
         return self._statuses[backend.key]
 
+    def ask_metrics(self) -> Scrape:
+        """Have each worker tell its metrics; those that cannot be reached count as failed."""
+        scrape = Scrape({one.key: one.facts for one in self.backends if one.facts is not None})
+        for backend in self.backends:
+            if backend.key in scrape.missing and not self._fleet.send(backend, MetricsQuery()):
+                scrape.failed(backend.key)
+        self.scrapes.add(scrape)
+        return scrape
+
     def manage(
         self, backend: Backend, request: Shrink | Sleep | WakeUp | Defragment, timeout_s: float
     ) -> CacheState:
@@ -171,6 +183,7 @@ class Router:
         stop_token_ids: Sequence[int] = (),
         verify: bool = False,
         request_id: str = "",
+        traceparent: str = "",
     ) -> Completion:
         """Send a prompt to a decode worker (or to the single process that it is compared with);
         None: to the pair of workers that is likely to be quickest, and to another decode worker
@@ -184,6 +197,7 @@ class Router:
             stop_token_ids=list(stop_token_ids),
             prefill="",
             verify=verify,
+            traceparent=traceparent,
         )
         deadline_s = sent_s + self._request_timeout_s
         completion = Completion(request_id, tokens, backend, sent_s, generate, deadline_s)
@@ -232,6 +246,7 @@ class Router:
 
     def _on_lost(self, backend: Backend, reason: str) -> None:
         self.views.forget(backend.key)
+        self.scrapes.lost(backend.key)
         if backend.key in self._backends:  # else it was to go
             if not self._survives_loss:
                 raise WorkerDied(f"worker {backend.name}: {reason}")
@@ -257,6 +272,8 @@ class Router:
                 self._delivery.estimates.told(backend, message.values)
                 if message.values.get("is_draining"):
                     self._fleet.drains(backend, "it says so")
+            case Metrics(text=text):
+                self.scrapes.told(letter.peer, text)
             case View():
                 self.views.took(letter.peer, message)
             case CacheState():

@@ -29,6 +29,7 @@ from kvxfer.serve.dashboard.events import Watch
 from kvxfer.serve.dashboard.routes import dashboard_routes
 from kvxfer.serve.front import Front
 from kvxfer.serve.http import make_app
+from kvxfer.serve.metrics_route import metrics_route
 from kvxfer.serve.options import HttpOptions, is_open_to_others
 from kvxfer.serve.overview import Overview, overview
 from kvxfer.serve.router import Router
@@ -79,6 +80,7 @@ class Service:
                 router, self.describe, api_keys=options.api_key, may_change=options.enable_admin
             ),
             *dashboard_routes(router, self._watch),
+            metrics_route(router, self._front),
         ]
         app = make_app(self._front, served, limits, api_keys=options.api_key, routes=routes)
         self._server = HttpServer(app, listener, tick=self._tick, on_shutdown=self._end)

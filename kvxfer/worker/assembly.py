@@ -14,6 +14,7 @@ from kvxfer.control.facts import RankFacts, WorkerFacts
 from kvxfer.control.resync_messages import RegionsAt
 from kvxfer.errors import WorkerDied
 from kvxfer.memory.limits import host_identity
+from kvxfer.telemetry.spans import NO_SPANS, Spans, open_spans
 from kvxfer.telemetry.trace import Trace
 from kvxfer.transfer.connector import Direction, Where, load_connectors
 from kvxfer.transfer.lanes import AUTO, Lane, offered, served
@@ -24,6 +25,8 @@ from kvxfer.worker.growth import CacheGrowth
 from kvxfer.worker.heap import freeze_heap
 from kvxfer.worker.loop import ControlLoop, Role
 from kvxfer.worker.mailbox import Mailbox
+from kvxfer.worker.metrics import WorkerMetrics
+from kvxfer.worker.metrics_server import MetricsServer
 from kvxfer.worker.peers import PeerTable
 from kvxfer.worker.process import Announcer, handle_signals
 from kvxfer.worker.residency import Residency, ResidencyState
@@ -59,6 +62,8 @@ class WorkerParts:
     """What the roles give the model to do, but for reading KV."""
     watermarks: Watermarks
     trace: Trace
+    spans: Spans
+    metrics: WorkerMetrics
     conservation: Conservation
     host: str
     """Identity of the running kernel."""
@@ -119,12 +124,15 @@ def serve(
     with contextlib.ExitStack() as undo:
         trace = Trace(options.worker_id, options.trace)
         undo.callback(trace.close)
+        spans = open_spans(options.otlp_traces_endpoint, role, options.worker_id)
+        undo.callback(spans.close)
+        server = _metrics_server(options, undo)
         connectors = load_connectors(options.connector)
         initiates = Direction.PULL if role == "decode" else Direction.PUSH
         engine = start(options, connectors, incarnation, announcer.step, initiates=initiates)
         reports: Mailbox[Report] = Mailbox()
         undo.callback(reports.close)
-        parts = _assemble(role, options, engine, channel, reports, trace, incarnation)
+        parts = _assemble(role, options, engine, channel, reports, trace, incarnation, spans)
         made = make_role(parts)
         loop = ControlLoop(
             channel,
@@ -139,10 +147,13 @@ def serve(
             engine.check,
             trace.flush,
         )
+        parts.metrics.listen(parts, loop)
         undo.callback(_stop, parts)
         parts.transfer.start()
         parts.model.start()
         _first_extension(parts, loop, announcer)
+        if server is not None:
+            server.start(reports, lambda: parts.metrics.gather(parts).text())
         for address in dial:
             parts.peers.dial(address)
         freeze_heap()
@@ -156,6 +167,15 @@ def serve(
             loop.turn(0.02)
 
 
+def _metrics_server(options: WorkerOptions, undo: contextlib.ExitStack) -> MetricsServer | None:
+    """Bound now, so that a port that is taken is told before the model is loaded."""
+    if not options.metrics_port:
+        return None
+    server = MetricsServer(options.metrics_host, options.metrics_port)
+    undo.callback(server.close)
+    return server
+
+
 def _assemble(
     role: str,
     options: WorkerOptions,
@@ -164,6 +184,7 @@ def _assemble(
     reports: Mailbox[Report],
     trace: Trace,
     incarnation: str,
+    spans: Spans = NO_SPANS,
 ) -> WorkerParts:
     transfer = TransferThread(engine.transfer, reports, engine.enter_thread)
     growth = CacheGrowth(engine, transfer, trace)
@@ -191,6 +212,8 @@ def _assemble(
         steps,
         watermarks,
         trace,
+        spans,
+        WorkerMetrics(),
         Conservation(engine.pools),
         host,
     )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvxfer.model.tensor_parallel import TensorParallel
+from kvxfer.telemetry.logs import as_set_up
 from kvxfer.worker.rank_methods import LineName
 from kvxfer.worker.rank_process import Place
 from kvxfer.worker.rank_wire import Line
@@ -64,6 +65,7 @@ def start_follower(first: TensorParallel, rank: int, device: str) -> Follower:
             lines[name] = Line(ours)
             undo.callback(ours.close)
             theirs[name] = other
+        worker_id, log_format = as_set_up()
         with ExitStack() as given:
             for other in theirs.values():
                 given.callback(other.close)
@@ -74,6 +76,8 @@ def start_follower(first: TensorParallel, rank: int, device: str) -> Follower:
                 device=device,
                 parent=os.getpid(),
                 lines={str(name): other.fileno() for name, other in theirs.items()},
+                worker_id=worker_id,
+                log_format=log_format,
             )
             argument = msgspec.json.encode(place).decode()
             process = subprocess.Popen(

@@ -22,6 +22,8 @@ from kvxfer.cache.budget import next_growth
 from kvxfer.cache.pools import BlockPools
 from kvxfer.control.messages import RegionsUpdate
 from kvxfer.errors import CacheError, KvxferError
+from kvxfer.telemetry.families import GROWTH_S
+from kvxfer.telemetry.metrics import Tally
 from kvxfer.telemetry.trace import Trace, now_ns
 from kvxfer.transfer.regions import Region, RegionSet
 from kvxfer.worker.engine import Engine
@@ -65,6 +67,9 @@ class CacheGrowth:
         self._is_paused = False
         self.problem = ""
         """Why the newest growth failed; '' where it did not."""
+        self.seconds = Tally(GROWTH_S)
+        """Of growths that came to their end."""
+        self.num_failed = 0
         self.regions = RegionSet()
         self.epoch = 0
         """Counts revocations."""
@@ -170,6 +175,7 @@ class CacheGrowth:
     def _failed(self, error: KvxferError) -> None:
         logger.warning("growth failed, the cache stays as it is: %s", error)
         self.problem = str(error)
+        self.num_failed += 1
         self._state = GrowthState.IDLE
         self._retry_at_s = time.monotonic() + RETRY_S
 
@@ -191,6 +197,7 @@ class CacheGrowth:
         for key in late:
             lose(key, f"no acknowledgement of new regions within {ACK_TIMEOUT_S:g} s")
         self.pools.grow(self._usable(new_blocks))
+        self.seconds.observe((now_ns() - self._started_ns) / 1e9)
         logger.info(
             "cache: %s blocks usable, %d bytes registered in %d regions, generation %d",
             self.pools.num_blocks,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvxfer.control.channel import Channel, Letter
@@ -91,6 +91,10 @@ class ControlLoop:
         }
         channel.watch(reports.fileno())
 
+    def also(self, handlers: Mapping[type, Handler]) -> None:
+        """Have these called, too; before `run`."""
+        self._handlers |= handlers
+
     def run(self) -> None:
         """Until `kvxfer.worker.draining` says that it is over."""
         while self._draining.state is not DrainState.OVER:
@@ -139,10 +143,13 @@ class ControlLoop:
             logger.warning("%s from %s: %s", name, letter.peer, error)
             self._peers.lose(letter.peer, f"it sent a wrong {name}: {error}")
 
-    def _on_status_query(self, key: str, query: StatusQuery) -> None:
-        turned_away = {
+    def turned_away(self) -> dict[str, int]:
+        """Messages and connections that came to nothing, by name."""
+        return {
             **self._channel.counts(),
             "misplaced_messages": self._num_misplaced,
             "wrong_messages": self._num_wrong,
         }
-        self._peers.send(key, Status(self._worker_id, self._role.status() | turned_away))
+
+    def _on_status_query(self, key: str, query: StatusQuery) -> None:
+        self._peers.send(key, Status(self._worker_id, self._role.status() | self.turned_away()))

@@ -23,7 +23,9 @@ from kvxfer.config import WorkerOptions, check_device, resolve
 from kvxfer.control.auth import Keys
 from kvxfer.control.channel import Channel, check_dial
 from kvxfer.errors import KvxferError, UsageError, WorkerDied
-from kvxfer.telemetry.log_rate import BoundedLog, one_line
+from kvxfer.telemetry.log_rate import one_line
+from kvxfer.telemetry.logs import set_up_logging
+from kvxfer.telemetry.spans import check_endpoint
 from kvxfer.transfer.connector import check_connectors
 from kvxfer.transfer.lanes import LANES
 from kvxfer.worker.layouts import asked_layout
@@ -91,11 +93,7 @@ def run_worker(
     setting: Setting = AS_IN_SERVICE,
 ) -> int:
     """Run one worker until it is told to stop. Returns the exit code."""
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s {role} %(levelname)s %(message)s", force=True
-    )
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(BoundedLog())
+    set_up_logging(role, options.worker_id, options.log_format)
     announcer = Announcer(options.ready_fd)
     try:
         with handle_signals(_request_stop):
@@ -105,7 +103,10 @@ def run_worker(
         code = 0
     except KvxferError as error:
         announcer.failed(str(error))
-        print(f"{role}: error: {one_line(str(error))}", file=sys.stderr, flush=True)
+        if options.log_format == "json":
+            logger.critical("%s", error)
+        else:
+            print(f"{role}: error: {one_line(str(error))}", file=sys.stderr, flush=True)
         code = error.exit_code
     if threading.active_count() > 1:  # a thread that would not stop must not hold up the end
         logging.shutdown()
@@ -124,6 +125,7 @@ def _run(
     if options.ready_fd >= 0:
         end_with_parent()
     options = resolve(options, role)
+    set_up_logging(role, options.worker_id, options.log_format)
     _check_cheaply(options)
     keys = Keys.load(options.key_file, options.peer_keys)
     for address in dial:
@@ -147,6 +149,7 @@ def _check_cheaply(options: WorkerOptions) -> None:
     asked_layout(options).by_kind()
     check_device(options.device)
     check_connectors(options.connector)
+    check_endpoint(options.otlp_traces_endpoint)
     if options.lane not in LANES:
         raise UsageError("lane", options.lane, f"must be one of {', '.join(LANES)}")
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvxfer.errors import KvxferError, WireError, WorkerDied
+from kvxfer.telemetry.logs import LogFormat, set_up_logging
 from kvxfer.worker.process import end_with_parent
 from kvxfer.worker.rank_wire import GREETING, Call, Line, Reply, decode, encode
 
@@ -38,6 +39,8 @@ class Place(msgspec.Struct, frozen=True):
     """Rank 0's process."""
     lines: dict[str, int]
     """The descriptor of each line's end, by name."""
+    worker_id: str = ""
+    log_format: LogFormat = "text"
 
 
 def serve(line: Line, name: str, host: RankHost) -> None:
@@ -72,9 +75,7 @@ def main() -> None:
     if os.getppid() != place.parent:
         return  # it died before this process could ask to die with it
     prefix = f"rank {place.rank} of {place.size}"
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s {prefix} %(levelname)s %(message)s"
-    )
+    set_up_logging(prefix, place.worker_id, place.log_format)
     from kvxfer.model.tensor_parallel import TensorParallel
     from kvxfer.worker.rank_host import RankHost
     from kvxfer.worker.rank_methods import LineName

@@ -73,6 +73,7 @@ class SingleWorker:
         self._is_busy = False
         self.handlers: dict[type, Handler] = {Generate: self._on_generate}
         parts.growth.on_settled = self._pump
+        parts.metrics.load = lambda: (int(self._is_busy), len(self._waiting))
 
     def _on_generate(self, key: str, request: Generate) -> None:
         if self._parts.residency.refusal:
@@ -132,6 +133,7 @@ class SingleWorker:
     ) -> None:
         digests, count, none = answer.kv_digests, len(answer.tokens), TransferStats()
         finished = Finished(request.request_id, reason, error, 0, none, digests, count, 0.0)
+        self._parts.metrics.ended(reason)
         self._parts.peers.send(key, finished)
 
     @property

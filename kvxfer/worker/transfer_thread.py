@@ -17,6 +17,7 @@ from kvxfer.transfer.regions import Region
 from kvxfer.worker.mailbox import Mailbox
 from kvxfer.worker.progress import Progress
 from kvxfer.worker.rank_transfer import Growth, WorkerTransfer
+from kvxfer.worker.transfer_counts import TransferCounts
 from kvxfer.worker.transfer_log import TransferLog
 from kvxfer.worker.work_thread import Job, Report, WorkThread
 
@@ -88,6 +89,7 @@ class TransferThread(WorkThread):
         self._awaited: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self.progress = Progress()
         """The control thread's."""
+        self.counts = TransferCounts()
         self.log = TransferLog()
         """The control thread's."""
         self._is_polling = True
@@ -125,6 +127,7 @@ class TransferThread(WorkThread):
         def landed(movement: Movement) -> None:
             self.progress.ended(peer, token)
             self.log.ended(logged, movement)
+            self.counts.add(lane, movement)
             ended(movement)
 
         flight = _Flight(peer, moves, now_ns(), landed)

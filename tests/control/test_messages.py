@@ -86,7 +86,7 @@ EXAMPLES = [
     m.Goodbye("bye", False),
     m.RegionsUpdate(4, [Region(1 << 40, 1)], [b"\0\xff"], 0),
     m.RegionsAck(4),
-    m.Generate("r", [1, 2], 3, m.Sampling(0.5, 0.9, 2**63), [0], "", True),
+    m.Generate("r", [1, 2], 3, m.Sampling(0.5, 0.9, 2**63), [0], "", True, "00-trace"),
     m.Cancel("r"),
     m.Token("r", 0, 5),
     m.Finished("r", "overloaded", "", 3, STATS, ["ab"], 9, 1.5),
@@ -113,6 +113,8 @@ EXAMPLES = [
     m.GrantUnknown("r", "g"),
     m.StatusQuery(),
     m.Status("w", {"i": 1, "f": 0.5, "s": "text"}),
+    m.MetricsQuery(),
+    m.Metrics("kvxfer_peers 1.0\n"),
     m.RegionsRevoke(2, [Region(0, 4096)], [b"\0\xff"]),
     m.RegionsRevoked(2),
     m.Shrink([5, 1], 0.5),
@@ -172,7 +174,9 @@ def refused(value):
 def test_unknown_and_missing_fields_are_refused(message):
     value = raw(message)
     refused(value | {"surprise": 1})
-    for name in value.keys() - {"type"}:
+    fields, defaults = type(message).__struct_fields__, type(message).__struct_defaults__
+    optional = fields[len(fields) - len(defaults) :]
+    for name in value.keys() - {"type", *optional}:
         refused({key: value[key] for key in value if key != name})
     refused({key: value[key] for key in value if key != "type"})
     refused(value | {"type": "Nonsense"})

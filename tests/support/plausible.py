@@ -75,6 +75,8 @@ PLAUSIBLE: dict[str, Any] = {
     "transfers": [TransferView(1, "w", "loopback/push", 1, 2, 3, "")],
     "requests": [RequestView("g", "w", [("waiting", 1)])],
     "values": {"a": 1, "b": "c"},
+    "traceparent": f"00-{'a' * 32}-{'b' * 16}-01",
+    "text": "kvxfer_peers 1.0\n",
     "field": "model",
     "ours": "a",
     "theirs": "b",

@@ -26,6 +26,7 @@ from kvxfer.control.auth import Keys
 from kvxfer.control.channel import Channel
 from kvxfer.memory.host import HostDriver
 from kvxfer.model.loader import ModelInfo
+from kvxfer.telemetry.spans import NO_SPANS, Spans
 from kvxfer.telemetry.trace import Trace
 from kvxfer.transfer.connector import Direction, MemoryWindow
 from kvxfer.transfer.multi import MultiConnector
@@ -145,6 +146,7 @@ class Worker:
         *,
         idle: bool = False,
         trace: Path | None = None,
+        spans: Spans = NO_SPANS,
         engine: dict[str, Any] | MakeEngine | None = None,
         **options: Any,
     ) -> None:
@@ -166,6 +168,7 @@ class Worker:
             self.reports,
             self.trace,
             self.incarnation,
+            spans,
         )
         make = {"prefill": PrefillWorker, "decode": DecodeWorker}[role]
         self.role: Any = IdleRole() if idle else make(self.parts)
@@ -181,6 +184,7 @@ class Worker:
             self.options.worker_id,
             turned=self.trace.flush,
         )
+        self.parts.metrics.listen(self.parts, self.loop)
         self.parts.transfer.start()
         self.parts.model.start()
         self._is_closed = False
