@@ -1,4 +1,5 @@
-"""Between the proof that a prompt's KV is here and its first decode step: digests."""
+"""A prompt's first token, and between the proof that its KV is here and its first decode step:
+digests."""
 
 from __future__ import annotations
 
@@ -17,13 +18,29 @@ class Arrival:
     def __init__(
         self,
         parts: WorkerParts,
+        tell: Callable[[DecodeRequest, int], None],
         join: Callable[[DecodeRequest], None],
         fail: Callable[[DecodeRequest, str], None],
     ) -> None:
         self._parts = parts
         self._integrity = Integrity(parts)
+        self._tell = tell
         self._join = join
         self._fail = fail
+
+    def first_token(self, request: DecodeRequest, token: int) -> bool:
+        """Pass it on, once. An attempt that begins otherwise than what the router was told ends
+        the request: False then. Raises WireError for a token that cannot be."""
+        request.check_first_token(token, self._parts.engine.info.vocab_size)
+        told = request.first_token
+        if told is not None and token != told:
+            begins = f"{request.prefill_name} begins with {token}"
+            self._fail(request, f"token {told} was sent, {begins}")
+            return False
+        request.has_first_token = True
+        if told is None:
+            self._tell(request, token)
+        return True
 
     def wants_digest(self, request_id: str) -> bool:
         return self._integrity.wants(request_id)
@@ -51,8 +68,9 @@ class Arrival:
         )
 
     def _filled(self, request: DecodeRequest) -> None:
-        """Only now do the blocks count as filled: digests first, before decode writes to them."""
-        if not request.generate.verify or self._parts.engine.size > 1:
+        """Only now do the blocks count as filled: digests first, before decode writes to them. One
+        that was preempted has those of its prompt."""
+        if not request.generate.verify or self._parts.engine.size > 1 or request.num_resumed:
             self._join(request)
             return
         cache = self._parts.engine.cache
