@@ -74,22 +74,16 @@ class Admission:
     """Requests on their way to blocks. Control thread only."""
 
     def __init__(
-        self,
-        parts: WorkerParts,
-        receiver: Receiver,
-        wants_digest: Callable[[str], bool],
-        members: Callable[[], Iterable[DecodeRequest]] = tuple,
+        self, parts: WorkerParts, receiver: Receiver, wants_digest: Callable[[str], bool]
     ) -> None:
-        """`members`: who decodes, and may need more blocks."""
         self._parts = parts
-        self._members = members
         self._receiver = receiver
         self._wants_digest = wants_digest
         self._queued: dict[RequestState, Requests] = {state: {} for state in QUEUED}
         self._load: dict[str, Requests] = {}
         """By prefill worker, what was asked of it and is not filled yet."""
-        self._given: Requests = {}
-        """Those that have blocks, and are not filled yet."""
+        self._holding: Requests = {}
+        """Those that have blocks, until they are forgotten."""
         self._service = ServiceTimes()
 
     def __len__(self) -> int:
@@ -126,10 +120,14 @@ class Admission:
         self._receiver.ask_for(request)
 
     def forget(self, request: DecodeRequest) -> None:
-        """It was filled, or has ended: prefill is free of it. Idempotent."""
-        for requests in (*self._queued.values(), self._given):
+        """It has ended, or is given up, with what it held. Idempotent."""
+        for requests in (*self._queued.values(), self._holding):
             if requests.get(request.request_id) is request:
                 del requests[request.request_id]
+        self.filled(request)
+
+    def filled(self, request: DecodeRequest) -> None:
+        """Prefill is free of it. Idempotent."""
         if request.prefill is not None:
             key = request.prefill.key
             load = self._load.get(key, {})
@@ -206,13 +204,13 @@ class Admission:
             self._parts.growth.request_for(with_reserve)
             return False
         request.blocks = pools.allocate(needed)
-        self._given[request.request_id] = request
+        self._holding[request.request_id] = request
         return True
 
     def _with_reserve(self, needed: list[int]) -> list[int]:
         """`needed`, and what stays free for those that grow."""
-        others = (*self._members(), *self._given.values())
-        return [n + kept for n, kept in zip(needed, reserve(others, len(needed)), strict=True)]
+        kept = reserve(self._holding.values(), len(needed))
+        return [n + more for n, more in zip(needed, kept, strict=True)]
 
     def _move(self, request: DecodeRequest, state: RequestState) -> None:
         del self._queued[request.state][request.request_id]

@@ -27,11 +27,6 @@ class Decoding:
         """A request has left the batch for lack of blocks, and has to give back its own."""
 
     @property
-    def members(self) -> list[DecodeRequest]:
-        """As `DecodeBatch.members`."""
-        return self._batch.members
-
-    @property
     def num_running(self) -> int:
         return self._batch.num_running
 

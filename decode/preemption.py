@@ -50,6 +50,7 @@ class Preemption:
         self._parts.trace.event(
             "preempted", request=request.request_id, tokens=num_tokens, blocks=num_blocks
         )
+        self._admission.forget(request)
         self._parts.engine.pools.free(request.blocks)
         request.blocks, request.state = [], RequestState.ENDED
         again = request.preempted(self._new_deadline_s())

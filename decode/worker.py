@@ -47,9 +47,7 @@ class DecodeWorker:
             engine.cache, parts.transfer, parts.peers, lambda: parts.growth.regions, parts.trace
         )
         self._arrival = Arrival(parts, self._decoding.tell, self._decoding.join, self._fail)
-        self._admission = Admission(
-            parts, self._receiver, self._arrival.wants_digest, lambda: self._decoding.members
-        )
+        self._admission = Admission(parts, self._receiver, self._arrival.wants_digest)
         self._preemption = Preemption(parts, self._requests, self._admission)
         self._decoding.on_preempted = self._preemption.preempt
         self._quarantine = Quarantine(parts, self._admission.admit)
@@ -188,7 +186,7 @@ class DecodeWorker:
         request.writer_ended = True
         if self._arrival.first_token(request, word.first_token):
             self._receiver.filled(request)
-            self._admission.forget(request)
+            self._admission.filled(request)
             self._arrival.check(request, word.digest)
 
     def _on_failed(self, key: str, failed: Failed) -> None:
@@ -253,6 +251,7 @@ class DecodeWorker:
 
     def _end(self, request: DecodeRequest, reason: str, error: str) -> None:
         self._decoding.leave(request)
+        self._admission.forget(request)
         if request.blocks:
             self._parts.engine.pools.free(request.blocks)
         request.state = RequestState.ENDED

@@ -1,5 +1,7 @@
 """Sequences that grow take the blocks of those who came after them, which lose nothing by it."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -7,11 +9,12 @@ from support.cluster import Cluster
 from support.prefill_wire import meet, settle_all
 from support.workers import SPEC
 
-from decode.schedule import RequestState
+from decode.admission import choose_prefill
+from decode.schedule import DecodeRequest, RequestState
 from kvxfer.cache.spec import GroupKind, KVCacheSpec
 from kvxfer.control.admission_messages import Busy
 from kvxfer.control.messages import Abort, Done, Failed, FirstToken, PrefillRequest
-from kvxfer.control.router_messages import TransferStats
+from kvxfer.control.router_messages import Generate, Sampling, TransferStats
 
 both_lanes = pytest.mark.parametrize("lane", ["push", "pull"])
 SLIDING = KVCacheSpec(3, 1, 8, 24, "float32", 4, GroupKind.SLIDING, 10)
@@ -28,6 +31,12 @@ def tight_pair(cluster, lane="push", bound=17, **decode):
 
 def preemptions(decode):
     return decode.role.status()["preemptions"]
+
+
+def num_filled(decode):
+    """Requests whose prompt is here: they run, or will from the next step on."""
+    filled = (RequestState.FILLED, RequestState.RUNNING)
+    return sum(request.state in filled for request in decode.role._requests.values())
 
 
 def until_preempted(cluster, decode):
@@ -63,16 +72,16 @@ def test_who_came_last_makes_room_and_loses_nothing(cluster, lane):
     cluster.until_idle()
 
 
-def pair_of(cluster, lane, specs):
+def pair_of(cluster, lane, specs, bound=17):
     engine = {"specs": specs, "capacity": 128}
-    sides = {"prefill": {"engine": engine}, "decode": {"engine": {**engine, "bound": 17}}}
-    return cluster.pair(lane, **sides)
+    ours = {"engine": {**engine, "bound": bound}, "max_model_len": 52}
+    return cluster.pair(lane, prefill={"engine": engine}, decode=ours)
 
 
 @pytest.mark.parametrize("specs", [[SPEC, SLIDING], [LATENT], [LATENT, SLIDING, SPEC]])
 def test_groups_that_grow_differently(cluster, specs):
-    _, decode = pair_of(cluster, "pull", specs)
-    sent = [cluster.send(decode, num_tokens=9 + 3 * i, max_new_tokens=25) for i in range(7)]
+    _, decode = pair_of(cluster, "pull", specs, bound=21)
+    sent = [cluster.send(decode, num_tokens=9 + 4 * i, max_new_tokens=25) for i in range(5)]
     cluster.finish(*sent)
     for one in sent:
         one.check_equal()
@@ -97,7 +106,7 @@ def test_who_is_let_in_leaves_a_block_for_each_that_grows(cluster):
     _, decode = tight_pair(cluster)
     decode.runner.hold()
     running = [cluster.send(decode, num_tokens=12, max_new_tokens=20) for _ in range(2)]
-    cluster.until(lambda: decode.role.status()["running"] == 2)
+    cluster.until(lambda: num_filled(decode) == 2)
     assert decode.pools.counts().used == 8
     third = cluster.send(decode, num_tokens=23, max_new_tokens=5)  # 7 blocks, and 2 are kept
     cluster.turn_for(0.1)
@@ -219,21 +228,17 @@ def test_what_fails_on_the_way_back_is_tried_elsewhere(cluster):
     cluster.until_idle()
 
 
-def test_the_prefill_that_a_router_named_is_not_waited_for(cluster):
-    prefill, decode = tight_pair(cluster)
-    other = cluster.add("prefill", lane="push", worker_id="prefill-1")
-    decode.peers.dial(other.address)
-    cluster.until(lambda: len([p for p in decode.peers.ready() if p.facts]) == 2)
-    first, second = (
-        cluster.send(decode, num_tokens=4, max_new_tokens=60, prefill="prefill-0") for _ in range(2)
-    )
-    until_preempted(cluster, decode)
-    cluster.remove(prefill)
-    decode.peers.lose(next(p.key for p in decode.peers.ready() if p.name == "prefill-0"), "gone")
-    cluster.finish(first, second)
-    for one in (first, second):
-        one.check_equal()
-    cluster.until_idle()
+def test_the_prefill_that_a_router_named_is_preferred_and_not_waited_for():
+    here = [SimpleNamespace(key=f"key-{i}", name=f"prefill-{i}") for i in range(3)]
+    generate = Generate("r", [1], 4, Sampling(), [], "prefill-1", False)
+    request = DecodeRequest(generate, "router", 0.0, output=[5])
+    again = request.preempted(0.0)
+    load = {"key-1": [1, 2, 3], "key-2": [1]}
+    for one in (request, again):
+        assert choose_prefill(one, here, load) is here[1]
+    others = [here[0], here[2]]
+    assert choose_prefill(request, others, load) is None
+    assert choose_prefill(again, others, load) is here[0]
 
 
 # --- a prefill worker that the test plays ---------------------------------------------------------
@@ -263,7 +268,7 @@ def two_and_a_preemption(cluster):
     cluster.until(lambda: len(wire.of(PrefillRequest)) == 2)
     for asked in wire.of(PrefillRequest):
         serve(cluster, wire, asked, 7)
-    cluster.until(lambda: decode.role.status()["running"] == 2)
+    cluster.until(lambda: num_filled(decode) == 2)
     decode.runner.release()
     cluster.finish(sent[0])
     cluster.until(lambda: len(wire.of(PrefillRequest)) == 3)
@@ -345,24 +350,24 @@ def test_who_shares_the_batch_may_leave_it_at_once(cluster):
     """One joins while another runs, without waiting for its end; and one that is cancelled while
     it waits for room in the batch gives its blocks back before the step is over."""
     _, decode = cluster.pair("push", decode={"max_num_seqs": 2})
-    long = cluster.send(decode, num_tokens=5, max_new_tokens=200)
-    cluster.until(lambda: len(long.completion.output) > 3)
+    long = [cluster.send(decode, num_tokens=5, max_new_tokens=100)]
+    cluster.until(lambda: len(long[0].completion.output) > 3)
     short = cluster.send(decode, num_tokens=5, max_new_tokens=4)
     cluster.finish(short)
     short.check_equal()
-    assert long.finished is None
+    assert long[0].finished is None
+    long += [cluster.send(decode, num_tokens=5, max_new_tokens=100) for _ in range(2)]
+    cluster.until(lambda: decode.role.status()["running"] == 2 and num_filled(decode) == 3)
+    cluster.until(lambda: len(decode.role._decoding._batch.members) == 3)
     decode.runner.hold()
-    others = [cluster.send(decode, num_tokens=5, max_new_tokens=4) for _ in range(2)]
-    cluster.until(lambda: [r.state.name for r in decode.role._requests.values()].count("FILLED"))
-    used = decode.pools.counts().used
-    filled = next(r for r in decode.role._requests.values() if r.state is RequestState.FILLED)
-    sent = next(one for one in others if one.completion.request_id == filled.request_id)
-    cluster.until(lambda: decode.role._decoding.is_free(filled))
-    cluster.router.cancel(sent.completion)
-    cluster.finish(sent)
-    assert decode.pools.counts().used < used
+    cluster.router.cancel(long[2].completion)
+    cluster.finish(long[2])
+    assert long[2].finished.reason == "cancelled"
+    assert len(long[2].completion.output) == 1
     decode.runner.release()
-    cluster.router.cancel(long.completion)
+    for one in long[:2]:
+        cluster.router.cancel(one.completion)
+    cluster.finish(*long)
     cluster.until_idle()
 
 
