@@ -175,7 +175,7 @@ def test_digests_are_of_the_prompt_as_it_arrived_first(cluster):
 
 @pytest.mark.parametrize("how", ["cancel", "router"])
 def test_one_that_was_preempted_may_end_at_once(cluster, how):
-    prefill, decode = tight_pair(cluster)
+    _, decode = tight_pair(cluster)
     first, second = (cluster.send(decode, num_tokens=4, max_new_tokens=60) for _ in range(2))
     until_preempted(cluster, decode)
     if how == "router":
@@ -272,11 +272,11 @@ def two_and_a_preemption(cluster):
     decode.runner.release()
     cluster.finish(sent[0])
     cluster.until(lambda: len(wire.of(PrefillRequest)) == 3)
-    return wire, decode, sent[1], wire.of(PrefillRequest)[2]
+    return wire, sent[1], wire.of(PrefillRequest)[2]
 
 
 def test_it_is_asked_for_with_all_that_was_told_and_goes_on_behind_it(cluster):
-    wire, decode, second, asked = two_and_a_preemption(cluster)
+    wire, second, asked = two_and_a_preemption(cluster)
     told = list(second.completion.output)
     assert asked.tokens == [*second.completion.tokens, *told]
     assert asked.grant.blocks is not None, "it is not queued behind others a second time"
@@ -292,7 +292,7 @@ def test_it_is_asked_for_with_all_that_was_told_and_goes_on_behind_it(cluster):
 
 
 def test_a_busy_prefill_is_asked_again_and_not_said_to_have_done_nothing(cluster):
-    wire, decode, second, asked = two_and_a_preemption(cluster)
+    wire, second, asked = two_and_a_preemption(cluster)
     for count in (4, 5):
         wire.send(Busy(asked.request_id, asked.grant.grant_id, float("nan")))
         cluster.until(lambda: len(wire.of(PrefillRequest)) == count)  # noqa: B023
@@ -308,7 +308,7 @@ def test_a_busy_prefill_is_asked_again_and_not_said_to_have_done_nothing(cluster
 
 
 def test_where_nobody_takes_it_back_the_reason_is_told(cluster):
-    wire, decode, second, asked = two_and_a_preemption(cluster)
+    wire, second, asked = two_and_a_preemption(cluster)
     wire.send(Failed(asked.request_id, asked.grant.grant_id, "out of luck"))
     cluster.finish(second)
     assert second.finished.reason == "error"
@@ -318,7 +318,7 @@ def test_where_nobody_takes_it_back_the_reason_is_told(cluster):
 
 
 def test_another_next_token_than_was_told_ends_it(cluster):
-    wire, decode, second, asked = two_and_a_preemption(cluster)
+    wire, second, asked = two_and_a_preemption(cluster)
     told = len(second.completion.output)
     wire.send(FirstToken(asked.request_id, asked.grant.grant_id, 50))
     cluster.until(lambda: len(second.completion.output) > told)
@@ -330,7 +330,7 @@ def test_another_next_token_than_was_told_ends_it(cluster):
 
 
 def test_word_of_the_first_grant_says_nothing_of_the_second(cluster):
-    wire, decode, second, asked = two_and_a_preemption(cluster)
+    wire, second, _ = two_and_a_preemption(cluster)
     told, first = list(second.completion.output), wire.of(PrefillRequest)[1]
     serve(cluster, wire, first, 7)
     wire.send(FirstToken(first.request_id, first.grant.grant_id, 7))
@@ -340,6 +340,29 @@ def test_word_of_the_first_grant_says_nothing_of_the_second(cluster):
     assert second.finished is None
     cluster.router.cancel(second.completion)
     cluster.until(lambda: bool(wire.of(Abort)))
+    settle_all(cluster, wire)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_one_that_runs_alone_waits_for_blocks_that_others_hold(cluster, ends):
+    """They are being given back, or nobody knows when they are: then it has a deadline, too."""
+    wire, decode = meet(cluster, "push", **SMALL, request_timeout_s=0.6)
+    first, second = (cluster.send(decode, n, max_new_tokens=20) for n in (24, 24))
+    cluster.until(lambda: len(wire.of(PrefillRequest)) == 2)
+    serve(cluster, wire, wire.of(PrefillRequest)[0], 7)
+    cluster.until(lambda: any(r.is_short for r in decode.role._requests.values()))
+    assert decode.pools.counts().used == 9 + 7
+    cluster.until(lambda: len(first.completion.output) == 13)  # 24 + 12 of KV: 9 blocks
+    cluster.finish(second)
+    assert "deadline passed in state GRANTED" in second.finished.error
+    if ends:
+        settle_all(cluster, wire)
+        cluster.finish(first)
+        assert first.finished.reason == "length"
+    else:
+        cluster.finish(first)
+        assert first.finished.reason == "error"
+        assert "deadline passed in state RUNNING" in first.finished.error
     settle_all(cluster, wire)
 
 
@@ -387,6 +410,7 @@ def test_a_cache_that_goes_to_sleep_lets_those_end_who_run(cluster):
     cluster.until_idle()
 
 
+LANES = ["push", pytest.param("pull", marks=pytest.mark.slow)]
 ARRIVALS = st.lists(
     st.tuples(
         st.integers(1, 30),
@@ -400,18 +424,16 @@ ARRIVALS = st.lists(
 """(tokens of the prompt, new ones, turns until the next comes, turns until it is cancelled)"""
 
 
-@pytest.fixture(scope="module", params=["push", "pull"])
+@pytest.fixture(scope="module", params=LANES)
 def tight(request):
+    """Used again and again: nothing of one example may be left for the next."""
     found = Cluster()
     _, decode = tight_pair(found, request.param, max_num_seqs=4)
     yield found, decode
     found.close()
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
-@given(arrivals=ARRIVALS)
-def test_whatever_comes_is_answered_in_full_and_rightly(tight, arrivals):
-    cluster, decode = tight
+def check_arrivals(cluster, decode, arrivals):
     sent, cancels = [], []
     for num_tokens, max_new_tokens, pause, cancelled_after in arrivals:
         sent.append(cluster.send(decode, num_tokens=num_tokens, max_new_tokens=max_new_tokens))
@@ -431,3 +453,25 @@ def test_whatever_comes_is_answered_in_full_and_rightly(tight, arrivals):
         else:
             one.check_equal()
     cluster.until_idle()
+
+
+def checked(max_examples):
+    slow_is_fine = settings(
+        max_examples=max_examples, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+
+    def wrap(test):
+        return slow_is_fine(given(arrivals=ARRIVALS)(test))
+
+    return wrap
+
+
+@checked(6)
+def test_whatever_comes_is_answered_in_full_and_rightly(tight, arrivals):
+    check_arrivals(*tight, arrivals)
+
+
+@pytest.mark.slow
+@checked(150)
+def test_much_of_it_too(tight, arrivals):
+    check_arrivals(*tight, arrivals)

@@ -41,6 +41,9 @@ BOTH = ("prefill:", "decode:")
 OWNERS = dict.fromkeys((session.PeerState, residency.ResidencyState, growth.GrowthState), BOTH)
 FEW_BLOCKS = 8
 """What a cache shrinks to, as far as its chunks let it (68)."""
+OUTGROWING = (120, 100)
+"""Tokens of a prompt, and new ones: two such begin together in a cache that holds no two at once,
+though the first one ends sooner (95 blocks of 4)."""
 LONG_PROMPT = 300
 """Tokens, of more blocks than that: it makes the cache grow again."""
 
@@ -122,6 +125,10 @@ def _provoke(service: Service, case: Case) -> None:
         other = "prefill" if case.owner == "decode" else "decode"
         service.finish(other, signal.SIGKILL)
         service[other].launch()
+        return
+    if case.state == "RequestState.PREEMPTED":
+        for _ in range(2):
+            service.ask(*OUTGROWING)
         return
     lengths: tuple[int, ...] = (20, 40, 28)
     together = case.state.rpartition(".")[2] in ("ASKED", "QUEUED", "CALLED")
