@@ -41,9 +41,8 @@ BOTH = ("prefill:", "decode:")
 OWNERS = dict.fromkeys((session.PeerState, residency.ResidencyState, growth.GrowthState), BOTH)
 FEW_BLOCKS = 8
 """What a cache shrinks to, as far as its chunks let it (68)."""
-OUTGROWING = (120, 100)
-"""Tokens of a prompt, and new ones: two such begin together in a cache that holds no two at once,
-though the first one ends sooner (95 blocks of 4)."""
+OUTGROWING = (12, 24, 32)
+"""So many prompts, their tokens, and new ones: of 95 blocks they need 84 to begin, 168 to end."""
 LONG_PROMPT = 300
 """Tokens, of more blocks than that: it makes the cache grow again."""
 
@@ -127,8 +126,7 @@ def _provoke(service: Service, case: Case) -> None:
         service[other].launch()
         return
     if case.state == "RequestState.PREEMPTED":
-        for _ in range(2):
-            service.ask(*OUTGROWING)
+        service.ask_together(*OUTGROWING)
         return
     lengths: tuple[int, ...] = (20, 40, 28)
     together = case.state.rpartition(".")[2] in ("ASKED", "QUEUED", "CALLED")

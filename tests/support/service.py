@@ -181,12 +181,24 @@ class Service:
     # --- requests -----------------------------------------------------------------------------
 
     def ask(self, num_tokens: int = 20, max_new_tokens: int = 5, router: str = "router") -> Asked:
-        name = str(next(self._names))
-        tokens = [self._random.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
-        reference = Reference([SPEC], tokens, max_new_tokens)
-        self.asked[name] = Asked(name, tokens, max_new_tokens, reference, router=router)
-        self._tell(router, do="submit", id=name, tokens=tokens, max_new_tokens=max_new_tokens)
-        return self.asked[name]
+        (asked,) = self.ask_together(1, num_tokens, max_new_tokens, router)
+        return asked
+
+    def ask_together(
+        self, count: int, num_tokens: int, max_new_tokens: int, router: str = "router"
+    ) -> list[Asked]:
+        """So many at once: what they should come to is known before."""
+        made = []
+        for _ in range(count):
+            tokens = [self._random.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
+            reference = Reference([SPEC], tokens, max_new_tokens)
+            name = str(next(self._names))
+            made.append(Asked(name, tokens, max_new_tokens, reference, router=router))
+        for one in made:
+            self.asked[one.name] = one
+            order = {"tokens": one.tokens, "max_new_tokens": max_new_tokens}
+            self._tell(router, do="submit", id=one.name, **order)
+        return made
 
     def cancel(self, asked: Asked) -> None:
         self._tell(asked.router, do="cancel", id=asked.name)
