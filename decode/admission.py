@@ -7,12 +7,13 @@ nothing queues.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 
 from decode.prefixes import Prefixes
 from decode.receiver import Receiver
 from decode.schedule import AT_PREFILL, QUEUED, DecodeRequest, RequestState
-from kvxfer.cache.footprint import blocks_needed
+from decode.supply import blocks_to_start, can_resume, reserve
 from kvxfer.control.router_messages import Generate
 from kvxfer.control.session import Peer
 from kvxfer.errors import UsageError
@@ -85,6 +86,8 @@ class Admission:
         self._queued: dict[RequestState, Requests] = {state: {} for state in QUEUED}
         self._load: dict[str, Requests] = {}
         """By prefill worker, what was asked of it and is not filled yet."""
+        self._holding: Requests = {}
+        """Those that have blocks, until they are forgotten."""
         self._service = ServiceTimes()
 
     def __len__(self) -> int:
@@ -101,8 +104,16 @@ class Admission:
         """Until one that comes now will get blocks, as estimated."""
         return self._service.wait_s(len(self)) if self._queued[RequestState.CALLED] else 0.0
 
+    @property
+    def preempted(self) -> Iterable[DecodeRequest]:
+        return self._queued[RequestState.PREEMPTED].values()
+
+    def put(self, request: DecodeRequest) -> None:
+        """Queue it: the next `admit` sees to it."""
+        self._queued[request.state][request.request_id] = request
+
     def add(self, request: DecodeRequest) -> None:
-        self._queued[RequestState.WAITING][request.request_id] = request
+        self.put(request)
         self.admit()
 
     def call(self, request: DecodeRequest) -> None:
@@ -118,10 +129,14 @@ class Admission:
         self._receiver.ask_for(request)
 
     def forget(self, request: DecodeRequest) -> None:
-        """It was filled, or has ended: prefill is free of it. Idempotent."""
-        for requests in self._queued.values():
+        """It has ended, or is given up, with what it held. Idempotent."""
+        for requests in (*self._queued.values(), self._holding):
             if requests.get(request.request_id) is request:
                 del requests[request.request_id]
+        self.filled(request)
+
+    def filled(self, request: DecodeRequest) -> None:
+        """Prefill is free of it. Idempotent."""
         if request.prefill is not None:
             key = request.prefill.key
             load = self._load.get(key, {})
@@ -130,10 +145,11 @@ class Admission:
                 self._load.pop(key, None)
 
     def admit(self) -> None:
-        """Blocks to those that prefill has called, in that order, growing when they run low; the
-        others ask, first come, first served."""
+        """Blocks to those that were preempted, then to those that prefill has called, in that
+        order, growing when they run low; the others ask, first come, first served."""
+        is_over = not self._admit_preempted()
         for request in list(self._queued[RequestState.CALLED].values()):
-            if request.state is RequestState.CALLED and not self._bind(request):
+            if is_over or (request.state is RequestState.CALLED and not self._bind(request)):
                 break
         for request in list(self._queued[RequestState.WAITING].values()):
             ready = self._parts.peers.ready()  # asking for another one may have lost a peer
@@ -142,6 +158,20 @@ class Admission:
             peer = choose_prefill(request, ready, self._load)
             if request.state is RequestState.WAITING and peer is not None:
                 self._ask(request, peer)  # else all that are there failed it: it holds up nobody
+
+    def _admit_preempted(self) -> bool:
+        """Whether blocks may be left for others: each of these asks once there are blocks for it,
+        and so starts at prefill before all that wait there without any. One whose prefill is not
+        there, or is busy, holds up nobody."""
+        for request in sorted(self.preempted, key=lambda request: request.arrival):
+            peer = choose_prefill(request, self._parts.peers.ready(), self._load)
+            is_due = time.monotonic() >= request.not_before_s
+            if request.state is not RequestState.PREEMPTED or peer is None or not is_due:
+                continue
+            if not self._allocate(request):
+                return False
+            self._ask_with_blocks(request, peer)
+        return True
 
     def _bind(self, request: DecodeRequest) -> bool:
         """Whether there are blocks for it."""
@@ -154,25 +184,36 @@ class Admission:
 
     def _ask(self, request: DecodeRequest, peer: Peer) -> None:
         load = self._load.get(peer.key, {})
-        request.wants_digest = self._wants_digest(request.request_id)
-        is_next = len(load) < GRANTS_AHEAD and not self._queued[RequestState.CALLED]
+        others = (RequestState.PREEMPTED, RequestState.CALLED)
+        is_next = len(load) < GRANTS_AHEAD and not any(self._queued[state] for state in others)
         if is_next and all(one.blocks for one in load.values()) and self._allocate(request):
-            del self._queued[RequestState.WAITING][request.request_id]
-            self._service.left(len(self))
+            self._ask_with_blocks(request, peer)
         else:
             self._move(request, RequestState.ASKED)
+            self._send(request, peer)
+
+    def _ask_with_blocks(self, request: DecodeRequest, peer: Peer) -> None:
+        del self._queued[request.state][request.request_id]
+        self._service.left(len(self))
+        self._send(request, peer)
+
+    def _send(self, request: DecodeRequest, peer: Peer) -> None:
+        request.wants_digest = self._wants_digest(request.request_id)
         self._receiver.ask(request, peer)
         if request.state in AT_PREFILL:  # asking may have shown that the peer is lost
             self._load.setdefault(peer.key, {})[request.grant_id] = request
 
     def _allocate(self, request: DecodeRequest) -> bool:
         """Give it blocks, or grow where there are too few."""
-        lengths = request.num_prompt_tokens, request.generate.max_new_tokens
-        needed = blocks_needed(request.specs, *lengths, step_tokens=1)
-        lacking = self._prefixes.allocate(request, needed)
+        request.can_resume = can_resume(request, self._parts.peers.ready())
+        needed = blocks_to_start(request)
+        kept = reserve(self._holding.values(), len(needed))
+        lacking = self._prefixes.allocate(request, needed, kept)
         if lacking:
             self._parts.growth.request_for(lacking)
-        return not lacking
+            return False
+        self._holding[request.request_id] = request
+        return True
 
     def _move(self, request: DecodeRequest, state: RequestState) -> None:
         del self._queued[request.state][request.request_id]

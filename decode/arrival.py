@@ -1,5 +1,5 @@
-"""Between the proof that a prompt's KV is here and its first decode step: digests, and only then
-the prefix cache."""
+"""A prompt's first token; between the proof that its KV is here and its first decode step:
+digests, and only then the prefix cache."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Arrival:
     def __init__(
         self,
         parts: WorkerParts,
+        tell: Callable[[DecodeRequest, int], None],
         join: Callable[[DecodeRequest], None],
         fail: Callable[[DecodeRequest, str], None],
         prefixes: Prefixes,
@@ -26,8 +27,23 @@ class Arrival:
         self._parts = parts
         self._prefixes = prefixes
         self._integrity = Integrity(parts)
+        self._tell = tell
         self._join = join
         self._fail = fail
+
+    def first_token(self, request: DecodeRequest, token: int) -> bool:
+        """Pass it on, once. An attempt that begins otherwise than what the router was told ends
+        the request: False then. Raises WireError for a token that cannot be."""
+        request.check_first_token(token, self._parts.engine.info.vocab_size)
+        told = request.first_token
+        if told is not None and token != told:
+            begins = f"{request.prefill_name} begins with {token}"
+            self._fail(request, f"token {told} was sent, {begins}")
+            return False
+        request.has_first_token = True
+        if told is None:
+            self._tell(request, token)
+        return True
 
     def wants_digest(self, request_id: str) -> bool:
         return self._integrity.wants(request_id)
@@ -55,9 +71,10 @@ class Arrival:
         )
 
     def _filled(self, request: DecodeRequest) -> None:
-        """Only now do the blocks count as filled: digests first, before decode writes to them."""
+        """Only now do the blocks count as filled: digests first, before decode writes to them. One
+        that was preempted has those of its prompt."""
         self._prefixes.keep_prompt(request)
-        if not request.generate.verify or self._parts.engine.size > 1:
+        if not request.generate.verify or self._parts.engine.size > 1 or request.num_resumed:
             self._join(request)
             return
         cache = self._parts.engine.cache

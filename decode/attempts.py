@@ -26,7 +26,8 @@ def next_attempt(request: DecodeRequest, ready: Sequence[Peer]) -> DecodeRequest
 
 def why_nowhere(request: DecodeRequest, ready: Sequence[Peer]) -> str:
     """Why a request that was tried before cannot be tried again, or ''."""
-    waits = request.state is RequestState.WAITING and request.attempt > 1
+    has_no_prefill = request.state in (RequestState.WAITING, RequestState.PREEMPTED)
+    waits = has_no_prefill and request.attempt > 1
     if not waits or untried(request, ready):
         return ""
     return f"prefill failed {request.attempt - 1} times, and no other prefill worker is ready"

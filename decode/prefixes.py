@@ -27,16 +27,20 @@ class Prefixes:
         self._cache = make_prefix_cache(parts)
         self._block_size = parts.engine.specs[0].block_size
 
-    def allocate(self, request: DecodeRequest, needed: Sequence[int]) -> list[int]:
+    def allocate(
+        self, request: DecodeRequest, needed: Sequence[int], kept: Sequence[int]
+    ) -> list[int]:
         """Give `request` so many blocks of each group, first those of its longest cached beginning:
-        at least one token is left to hand over. Returns how many free ones of each group that
-        takes, where they are not there and nothing was given, else nothing."""
+        at least one token is left to hand over, and `kept` blocks of each group stay free. Returns
+        how many free ones of each group that wants, where they are not there and nothing was
+        given, else nothing."""
         num_prompt = request.num_prompt_tokens
-        request.hashes = request.hashes or self._cache.hashes(request.generate.tokens)
+        request.hashes = request.hashes or self._cache.hashes(request.tokens)
         prefix = self._cache.lookup(request.hashes, num_prompt)
         cost = self._cache.cost(needed, prefix)
-        if not self._pools.can_allocate(cost):
-            return cost
+        wanted = [n + more for n, more in zip(cost, kept, strict=True)]
+        if not self._pools.can_allocate(wanted):
+            return wanted
         request.blocks = self._cache.allocate(needed, prefix)
         request.num_cached = request.tokens_read = len(prefix[0]) * self._block_size
         self._cache.count(num_prompt, request.num_cached)

@@ -95,7 +95,7 @@ class Receiver:
 
     def ask_for(self, request: DecodeRequest) -> None:
         """Say what is asked, and granted, as often as it takes: the grant is used once."""
-        peer, generate, now_s = request.prefill, request.generate, time.monotonic()
+        peer, now_s = request.prefill, time.monotonic()
         assert peer is not None
         request.asked(now_s)
         timeout_s = max(0.001, request.deadline_s - now_s)
@@ -105,8 +105,8 @@ class Receiver:
             peer.key,
             PrefillRequest(
                 request.request_id,
-                generate.tokens,
-                generate.sampling,
+                request.tokens,
+                request.generate.sampling,
                 grant,
                 request.wants_digest,
                 request.span.traceparent,

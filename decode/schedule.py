@@ -1,24 +1,30 @@
 """What a decode worker computes next: one token for every sequence that runs.
 
-| request  | what happens                                    | leaves by                       |
-| ---      | ---                                             | ---                             |
-| WAITING  | queued here; no prefill for it is there         | asked → ASKED; at once with     |
-|          |                                                 | blocks if little was → GRANTED  |
-| ASKED    | queued at prefill; nobody holds blocks for it   | Starting → CALLED; failed, Busy |
-|          |                                                 | or lost → ENDED, and perhaps    |
-|          |                                                 | another attempt, WAITING        |
-| CALLED   | prefill is about to start it: it wants blocks   | blocks → GRANTED; else as ASKED |
-| GRANTED  | prefill computes and writes, or we read         | complete and proved → FILLED;   |
-|          |                                                 | failed → ABORTING, and perhaps  |
-|          |                                                 | another attempt, WAITING        |
-| FILLED   | the prompt's KV is ours; digests if asked for   | → RUNNING                       |
-| RUNNING  | decodes in the batch                            | stop, length, cancel → ENDED    |
-| ABORTING | blocks quarantined while the other side, or a   | Aborted, Failed or fenced, and  |
-|          | read of ours, may still write                   | our reads over → ENDED          |
-| ENDED    | blocks are free                                 |                                 |
+| request   | what happens                                   | leaves by                       |
+| ---       | ---                                            | ---                             |
+| WAITING   | queued here; no prefill for it is there        | asked → ASKED; at once with     |
+|           |                                                | blocks if little was → GRANTED  |
+| ASKED     | queued at prefill; nobody holds blocks for it  | Starting → CALLED; failed, Busy |
+|           |                                                | or lost → ENDED, and perhaps    |
+|           |                                                | another attempt, WAITING        |
+| CALLED    | prefill is about to start it: it wants blocks  | blocks → GRANTED; else as ASKED |
+| GRANTED   | prefill computes and writes, or we read        | complete and proved → FILLED;   |
+|           |                                                | failed → ABORTING, and perhaps  |
+|           |                                                | another attempt, WAITING        |
+| FILLED    | the prompt's KV is ours; digests if asked for  | → RUNNING; as RUNNING           |
+| RUNNING   | decodes in the batch, or sits steps out while  | stop, length, cancel → ENDED;   |
+|           | the cache grows for it                         | its blocks go to an older one   |
+|           |                                                | → PREEMPTED                     |
+| PREEMPTED | first in line for blocks, to be prefilled      | blocks → GRANTED; what fails    |
+|           | again with what it said so far                 | there comes back → PREEMPTED    |
+| ABORTING  | blocks quarantined while the other side, or a  | Aborted, Failed or fenced, and  |
+|           | read of ours, may still write                  | our reads over → ENDED          |
+| ENDED     | blocks are free                                |                                 |
 
 WAITING to GRANTED have the request's deadline, which all attempts share; FILLED and RUNNING end
-with the model's steps, at most max_new_tokens of them. ABORTING has no deadline, on purpose: blocks
+with the model's steps, at most max_new_tokens of them, but for one that sits out: it has a deadline
+of the same length. PREEMPTED has one from when nobody runs in front of it any more, and keeps it to
+GRANTED (`decode.preemption`). ABORTING has no deadline, on purpose: blocks
 that may still be written to are used for nothing else (`decode.quarantine`). The terminal message
 to the router is Finished, once a request: when its last attempt leaves GRANTED for ABORTING, or
 when it is ENDED. A prompt that finds the queue full is answered 'overloaded' and never becomes a
@@ -70,16 +76,22 @@ class RequestState(enum.Enum):
     GRANTED = enum.auto()
     FILLED = enum.auto()
     RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
     ABORTING = enum.auto()
     ENDED = enum.auto()
 
 
-QUEUED = (RequestState.WAITING, RequestState.ASKED, RequestState.CALLED)
+QUEUED = (
+    RequestState.WAITING,
+    RequestState.ASKED,
+    RequestState.CALLED,
+    RequestState.PREEMPTED,
+)
 """Before any blocks."""
 AT_PREFILL = (RequestState.ASKED, RequestState.CALLED, RequestState.GRANTED)
 
 
-@dataclass
+@dataclass(eq=False)
 class DecodeRequest:
     """One prompt of one router."""
 
@@ -129,7 +141,19 @@ class DecodeRequest:
     wants_digest: bool = False
     stats: TransferStats = field(default_factory=TransferStats)
     kv_digests: list[str] = field(default_factory=list)
+    """Of the prompt's blocks, as they were filled first."""
     output: list[int] = field(default_factory=list)
+    arrival: int = 0
+    """Counts prompts: of those that run who came last is preempted first. It stays the same."""
+    num_resumed: int = 0
+    """Tokens of `output` that prefill computes once more with the prompt: all that a preempted
+    request had said."""
+    can_resume: bool = False
+    """Whether it may be preempted; set when it gets blocks, as many as it needs at first then."""
+    is_short: bool = False
+    """Running: it sits out, until its deadline, for lack of a block."""
+    not_before_s: float = 0.0
+    """Preempted: when prefill said that it may have room again."""
     is_cancelled: bool = False
     span: Span = NO_SPAN
     """Of all attempts."""
@@ -145,8 +169,20 @@ class DecodeRequest:
         return self.generate.request_id
 
     @property
+    def tokens(self) -> list[int]:
+        """What prefill computes: the prompt, and what followed it before it was preempted."""
+        return [*self.generate.tokens, *self.output[: self.num_resumed]]
+
+    @property
     def num_prompt_tokens(self) -> int:
-        return len(self.generate.tokens)
+        """Of `tokens`."""
+        return len(self.generate.tokens) + self.num_resumed
+
+    @property
+    def first_token(self) -> int | None:
+        """What follows `tokens`, once it was told, by this attempt or an earlier one."""
+        told = len(self.output) > self.num_resumed
+        return self.output[self.num_resumed] if told else None
 
     @property
     def sample(self) -> SampleSpec:
@@ -202,9 +238,9 @@ class DecodeRequest:
             raise WireError(
                 f"request {self.request_id}: token {token} of a vocabulary of {vocab_size}"
             )
-        if self.has_first_token and token != self.output[0]:
+        if self.has_first_token and token != self.first_token:
             raise WireError(
-                f"request {self.request_id}: first token {token}, which was {self.output[0]}"
+                f"request {self.request_id}: first token {token}, which was {self.first_token}"
             )
 
     def asked(self, now_s: float) -> None:
@@ -220,22 +256,37 @@ class DecodeRequest:
     def again(self) -> DecodeRequest:
         """For another prefill worker: nothing of this attempt but what the router was told."""
         assert self.prefill is not None
+        tried = self.tried | {self.prefill.key}
+        return self._anew(self.deadline_s, self.num_resumed, self.attempt + 1, tried)
+
+    def preempted(self, deadline_s: float) -> DecodeRequest:
+        """To be prefilled with all that the router was told, by whichever worker."""
+        return self._anew(deadline_s, len(self.output), 1, frozenset())
+
+    def _anew(
+        self, deadline_s: float, num_resumed: int, attempt: int, tried: frozenset[str]
+    ) -> DecodeRequest:
         return DecodeRequest(
             self.generate,
             self.router,
-            self.deadline_s,
+            deadline_s,
+            RequestState.PREEMPTED if num_resumed else RequestState.WAITING,
             specs=self.specs,
-            attempt=self.attempt + 1,
-            tried=self.tried | {self.prefill.key},
+            attempt=attempt,
+            tried=tried,
+            kv_digests=self.kv_digests,
             output=list(self.output),
             span=self.span,
+            arrival=self.arrival,
+            num_resumed=num_resumed,
         )
 
     def why_hopeless(self, now_s: float, refusal: str) -> str:
-        """Why to give it up now, or ''; `refusal` is why no prompt is taken at present."""
-        if self.state in QUEUED and refusal:
+        """Why to give it up now, or ''; `refusal` is why no prompt is taken at present. One that
+        was taken is not lost for that: it waits, until its deadline."""
+        if self.state in QUEUED and refusal and not self.num_resumed:
             return refusal
-        has_deadline = self.state in QUEUED or self.state is RequestState.GRANTED
+        has_deadline = self.state in QUEUED or self.state is RequestState.GRANTED or self.is_short
         is_late = has_deadline and now_s > self.deadline_s
         return f"deadline passed in state {self.state.name}" if is_late else ""
 
@@ -253,7 +304,8 @@ class DecodeRequest:
 
     def next_step(self) -> SequenceStep:
         """Compute the KV of the newest token and the token after it."""
-        position = decoder_start(self.specs, self.num_prompt_tokens) + len(self.output) - 1
+        start = decoder_start(self.specs, len(self.generate.tokens))
+        position = start + len(self.output) - 1
         num_encoder = self.num_prompt_tokens if has_encoder(self.specs) else 0
         return SequenceStep(self.output[-1:], position, self.tables, self.sample, num_encoder)
 
@@ -264,32 +316,3 @@ class DecodeRequest:
         if self.output and self.output[-1] in self.generate.stop_token_ids:
             return "stop"
         return "length" if len(self.output) >= self.generate.max_new_tokens else ""
-
-
-class DecodeBatch:
-    """The sequences that decode together, at most `max_num_seqs`. Control thread only."""
-
-    def __init__(self, max_num_seqs: int) -> None:
-        self._max_num_seqs = max_num_seqs
-        self._running: list[DecodeRequest] = []
-        self._filled: list[DecodeRequest] = []
-        self.is_computing = False
-
-    def join(self, request: DecodeRequest) -> None:
-        """A request whose first token is there joins at the next step that has room."""
-        self._filled.append(request)
-
-    def leave(self, request: DecodeRequest) -> None:
-        for members in (self._running, self._filled):
-            if request in members:
-                members.remove(request)
-
-    def next_batch(self) -> list[DecodeRequest]:
-        """Who takes part in the next step; empty while one is being computed."""
-        if self.is_computing:
-            return []
-        while self._filled and len(self._running) < self._max_num_seqs:
-            request = self._filled.pop(0)
-            request.state = RequestState.RUNNING
-            self._running.append(request)
-        return list(self._running)

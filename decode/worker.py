@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from functools import partial
@@ -12,6 +13,7 @@ from decode.attempts import next_attempt, why_nowhere
 from decode.decoding import Decoding
 from decode.lane_trials import LaneTrials
 from decode.named_prefills import NamedPrefills
+from decode.preemption import Preemption, later
 from decode.prefixes import Prefixes
 from decode.quarantine import Quarantine
 from decode.receiver import Receiver
@@ -43,6 +45,7 @@ class DecodeWorker:
         engine = parts.engine
         self._parts = parts
         self._requests: dict[str, DecodeRequest] = {}
+        self._arrivals = itertools.count()
         self._look_at_s = 0.0
         self._decoding = Decoding(parts, self._end)
         self._prefixes = prefixes = Prefixes(parts)
@@ -54,8 +57,12 @@ class DecodeWorker:
             parts.trace,
             engine.pools.check_exclusive,
         )
-        self._arrival = Arrival(parts, self._decoding.join, self._fail, prefixes)
+        self._arrival = Arrival(
+            parts, self._decoding.tell, self._decoding.join, self._fail, prefixes
+        )
         self._admission = Admission(parts, self._receiver, self._arrival.wants_digest, prefixes)
+        self._preemption = Preemption(parts, self._requests, self._admission)
+        self._decoding.on_preempted = self._preemption.preempt
         self._quarantine = Quarantine(parts, self._admission.admit)
         self._receiver.on_failed = self._retry
         self._receiver.on_quiet = self._quarantine.end_if_quiet
@@ -104,6 +111,7 @@ class DecodeWorker:
         if retry_after_s := self._admission.full_for_s():
             self._finish(*overloaded(request, "this decode worker's", retry_after_s))
             return
+        request.arrival = next(self._arrivals)
         self._requests[request.request_id] = request
         self._view.trails.add(request.request_id, "", request)
         request.span = self._parts.spans.begin("decode", generate.traceparent, request.request_id)
@@ -116,8 +124,13 @@ class DecodeWorker:
         if request is None or request.router != key:
             return
         request.is_cancelled = True
-        if request.state in QUEUED or request.state is RequestState.GRANTED:
+        if self._may_end(request):
             self._give_up(request, "cancelled", "")
+
+    def _may_end(self, request: DecodeRequest) -> bool:
+        """Whether it can end at once: else at the end of what is being computed for it."""
+        begun = request.state in QUEUED or request.state is RequestState.GRANTED
+        return begun or self._decoding.is_free(request)
 
     # --- prefill's messages -------------------------------------------------------------------
 
@@ -151,7 +164,12 @@ class DecodeWorker:
         elif request.state in AT_PREFILL:
             request.writer_ended = True
             whose = f"prefill worker {request.prefill_name}'s"
-            if not self._begin_again(request, f"{whose} queue is full"):
+            full = f"{whose} queue is full"
+            if self._begin_again(request, full):
+                return
+            if request.num_resumed:
+                self._replace(request, later(request, busy.retry_after_s), full)
+            else:
                 self._give_up(*overloaded(request, whose, busy.retry_after_s))
 
     def _on_ready(self, key: str, ready: Ready) -> None:
@@ -167,20 +185,7 @@ class DecodeWorker:
     def _on_first_token(self, key: str, told: FirstToken) -> None:
         request = self._of(key, told.request_id, told.grant_id)
         if request is not None and request.state is not RequestState.ABORTING:
-            self._take_first_token(request, told.token)
-
-    def _take_first_token(self, request: DecodeRequest, token: int) -> bool:
-        """Pass it on, once. An attempt that begins otherwise than what the router was told ends
-        the request: False then. Raises WireError for a token that cannot be."""
-        request.check_first_token(token, self._parts.engine.info.vocab_size)
-        if request.output and token != request.output[0]:
-            told = f"token {request.output[0]} was sent, {request.prefill_name} begins with {token}"
-            self._fail(request, told)
-            return False
-        request.has_first_token = True
-        if not request.output:
-            self._decoding.tell(request, token)
-        return True
+            self._arrival.first_token(request, told.token)
 
     def _on_confirmed(self, key: str, confirmed: Confirmed) -> None:
         request = self._of(key, confirmed.request_id, confirmed.lease_id)
@@ -204,9 +209,9 @@ class DecodeWorker:
         else:
             self._receiver.prove_pulled(request)
         request.writer_ended = True
-        if self._take_first_token(request, word.first_token):
+        if self._arrival.first_token(request, word.first_token):
             self._receiver.filled(request)
-            self._admission.forget(request)
+            self._admission.filled(request)
             self._arrival.check(request, word.digest)
 
     def _on_failed(self, key: str, failed: Failed) -> None:
@@ -246,14 +251,18 @@ class DecodeWorker:
         told = again.request_id, request.attempt, reason
         logger.warning("request %s: attempt %d: %s", *told, extra=about(again.request_id))
         self._parts.trace.event("retried", request=again.request_id, reason=reason)
+        self._replace(request, again, reason)
+        return True
+
+    def _replace(self, request: DecodeRequest, again: DecodeRequest, reason: str) -> None:
+        """Go on with `again`; what of `request` is still at prefill ends in quarantine."""
         self._requests[again.request_id] = again
         self._view.trails.add(again.request_id, "", again)
         again.span.phase("queue", **{"kvxfer.retried": reason})
         self._admission.forget(request)
         self._quarantine.add(request, reason)
-        if again.state is RequestState.WAITING:  # its router may have been lost meanwhile
+        if again.state is not RequestState.ENDED:  # its router may have been lost meanwhile
             self._admission.add(again)
-        return True
 
     def _fail(self, request: DecodeRequest, reason: str) -> None:
         self._give_up(request, "error", reason)
@@ -269,6 +278,8 @@ class DecodeWorker:
             self._end(request, reason, error)
 
     def _end(self, request: DecodeRequest, reason: str, error: str) -> None:
+        self._decoding.leave(request)
+        self._admission.forget(request)
         if request.blocks:
             if not error:
                 self._prefixes.keep_output(request)
@@ -296,11 +307,10 @@ class DecodeWorker:
         for request in list(self._requests.values()):
             if request.router == peer.key:
                 request.is_cancelled = True
-            begun = request.state in QUEUED or request.state is RequestState.GRANTED
             lost = f"peer {peer.name} is lost: {reason}"
-            if begun and request.is_cancelled:
+            if request.is_cancelled and self._may_end(request):
                 self._fail(request, lost)
-            elif begun and request.prefill is peer:
+            elif request.prefill is peer and request.state in AT_PREFILL:
                 self._retry(request, lost)
 
     def _on_fenced(self, worker_id: str) -> None:
@@ -308,6 +318,7 @@ class DecodeWorker:
         self._quarantine.fenced(worker_id)
 
     def tick(self) -> None:
+        self._decoding.tick()
         now = time.monotonic()
         if now >= self._look_at_s:
             self._look_at_s = now + LOOK_S
@@ -334,6 +345,7 @@ class DecodeWorker:
 
     def _look(self, now: float) -> None:
         """End what has waited too long, or for nothing, and ask about what was not heard of."""
+        self._preemption.look(self._decoding.num_running > 0)
         refusal, ready = self._parts.residency.refusal, self._parts.peers.ready()
         for request in list(self._requests.values()):
             hopeless = request.why_hopeless(now, refusal) or why_nowhere(request, ready)
@@ -354,11 +366,15 @@ class DecodeWorker:
         return len(self._requests) - waiting, waiting
 
     def status(self) -> dict[str, int | float | str]:
+        running = self._decoding.num_running
         return {
             **self._parts.status(),
             "requests": self._num_requests(),
             "queued": len(self._admission),
             "queue_wait_s": self._admission.wait_s,
             "decode_tokens_per_s": self._decoding.pace.tokens_per_s,
+            "running": running,
+            "waiting": len(self._requests) - running,
+            "preemptions": self._preemption.count,
             **self._prefixes.status(),
         }

@@ -56,6 +56,7 @@ def facts() -> WorkerFacts:
         regions=[],
         generation=0,
         epoch=0,
+        max_model_len=1 << 20,
     )
 
 

@@ -110,6 +110,14 @@ class BlockAllocator:
         self._free = [block for block in free if block < limit]
         self._withheld = [block for block in free if block >= limit]
 
+    def lift(self, n: int) -> None:
+        """Let `n` withheld blocks, the lowest ones, or all where they are fewer, be granted after
+        all: for who ends sooner with them than without."""
+        withheld = sorted(self._withheld)
+        for block in withheld[:n]:
+            heapq.heappush(self._free, block)
+        self._withheld = withheld[n:]
+
     @property
     def bound_in_use(self) -> int:
         """One more than the highest block that is used or quarantined, or null."""

@@ -83,6 +83,11 @@ class BlockPools:
         for group, limit in zip(self.groups, limits, strict=True):
             group.withhold(limit)
 
+    def lift(self, num_blocks: Counts) -> None:
+        """Let so many of each group's withheld blocks be granted after all."""
+        for group, n in zip(self.groups, num_blocks, strict=True):
+            group.lift(n)
+
     def check_unused(self, num_blocks: Counts) -> None:
         """Raise BlocksInUse while a block at or above its group's bound is used or quarantined."""
         for group, bound in zip(self.groups, num_blocks, strict=True):

@@ -51,6 +51,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generation: int
     epoch: int
     """Revocations so far."""
+    max_model_len: int
+    """Tokens of the longest sequence that it takes."""
 
     @property
     def tensor_parallel_size(self) -> int:

@@ -253,6 +253,7 @@ def _facts(
             regions=list(growth.regions.regions),
             generation=growth.regions.generation,
             epoch=growth.epoch,
+            max_model_len=engine.max_model_len,
         )
 
     return facts

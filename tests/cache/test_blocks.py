@@ -280,6 +280,23 @@ def test_withheld_blocks_are_not_granted_and_come_back():
     blocks.check_conservation()
 
 
+def test_withheld_blocks_may_be_lifted_and_are_withheld_again_when_they_come_back():
+    blocks = BlockAllocator(10)
+    blocks.withhold(4)
+    blocks.lift(2)
+    assert blocks.num_free == 5
+    held = blocks.allocate(5)
+    assert held == [1, 2, 3, 4, 5]
+    blocks.free(held)
+    blocks.check_conservation()
+    assert (blocks.num_free, blocks.counts().free) == (3, 9)
+    blocks.lift(100)
+    assert blocks.allocate(9) == [*range(1, 10)]
+    with pytest.raises(NoFreeBlocks):
+        blocks.allocate(1)
+    blocks.check_conservation()
+
+
 def test_lowering_above_what_is_withheld_gives_the_rest_back():
     blocks = BlockAllocator(10)
     blocks.withhold(3)

@@ -48,6 +48,7 @@ FACTS = WorkerFacts(
     regions=[Region(0, 4096), Region(4096, 65536)],
     generation=3,
     epoch=0,
+    max_model_len=4096,
 )
 STATS = m.TransferStats(1 << 40, 2, 3, 4, 5, 6)
 VIEW = m.View(

@@ -53,6 +53,7 @@ def make_facts(role, layout="LBHNC", capacity=16, spec=None, more=(), **changes)
         regions=[Region(0, 4096)],
         generation=1,
         epoch=0,
+        max_model_len=4096,
     )
     return msgspec.structs.replace(facts, **changes)
 

@@ -3,7 +3,8 @@
 import pytest
 from support.workers import SPEC
 
-from decode.schedule import DecodeBatch, DecodeRequest, RequestState
+from decode.batch import DecodeBatch
+from decode.schedule import DecodeRequest, RequestState
 from kvxfer.cache.table import BlockTable
 from kvxfer.control.router_messages import Generate, Sampling
 
@@ -63,9 +64,9 @@ def test_requests_join_in_order_as_there_is_room():
 def test_one_step_at_a_time():
     batch = DecodeBatch(max_num_seqs=2)
     batch.join(make_request())
-    batch.is_computing = True
+    batch.begin(batch.next_batch())
     assert batch.next_batch() == []
-    batch.is_computing = False
+    batch.end()
     assert len(batch.next_batch()) == 1
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvxfer.errors import ModelError, UsageError
+from kvxfer.model.choosing import choose
+from kvxfer.model.packing import SequenceStep
 from kvxfer.model.sampling import SampleSpec, nucleus, sample
 
 logit_lists = st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=40)
@@ -104,3 +107,18 @@ def test_values_that_are_refused(field, value):
 def test_logits_that_are_no_numbers_give_no_token(bad):
     with pytest.raises(ModelError, match="logits for position 7"):
         sample(torch.tensor([0.0, bad, 1.0]), 7, SampleSpec(1.0))
+
+
+@pytest.mark.parametrize("num_told", [1, 2, 30])
+def test_a_prompt_with_its_answer_is_continued_as_the_answer_was(num_told):
+    """After a preemption prefill says what decode would have: both count from the first token."""
+    info = SimpleNamespace(is_encoder_decoder=False)
+    logits, spec = torch.zeros(1, 500), SampleSpec(1.0, 1.0, 7)
+    tokens = [3] * (10 + num_told)
+    decoded = SequenceStep(tokens[-1:], len(tokens) - 1, [], spec)
+    prefilled = SequenceStep(tokens, 0, [], spec)
+    last_chunk = SequenceStep(tokens[8:], 8, [], spec)
+    next_one = SequenceStep(tokens[-1:], len(tokens), [], spec)
+    (found,) = choose(info, [decoded], logits)
+    assert choose(info, [prefilled], logits) == choose(info, [last_chunk], logits) == [found]
+    assert choose(info, [next_one], logits) != [found]

@@ -41,6 +41,8 @@ BOTH = ("prefill:", "decode:")
 OWNERS = dict.fromkeys((session.PeerState, residency.ResidencyState, growth.GrowthState), BOTH)
 FEW_BLOCKS = 8
 """What a cache shrinks to, as far as its chunks let it (68)."""
+OUTGROWING = (12, 24, 32)
+"""So many prompts, their tokens, and new ones: of 95 blocks they need 84 to begin, 168 to end."""
 LONG_PROMPT = 300
 """Tokens, of more blocks than that: it makes the cache grow again."""
 
@@ -122,6 +124,9 @@ def _provoke(service: Service, case: Case) -> None:
         other = "prefill" if case.owner == "decode" else "decode"
         service.finish(other, signal.SIGKILL)
         service[other].launch()
+        return
+    if case.state == "RequestState.PREEMPTED":
+        service.ask_together(*OUTGROWING)
         return
     lengths: tuple[int, ...] = (20, 40, 28)
     together = case.state.rpartition(".")[2] in ("ASKED", "QUEUED", "CALLED")

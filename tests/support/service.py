@@ -188,13 +188,30 @@ class Service:
         num_common: int = 0,
     ) -> Asked:
         """A random prompt; its first `num_common` tokens are the same ones in all."""
-        name = str(next(self._names))
-        tokens = [self._random.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
-        tokens[:num_common] = range(num_common)
-        reference = Reference([SPEC], tokens, max_new_tokens)
-        self.asked[name] = Asked(name, tokens, max_new_tokens, reference, router=router)
-        self._tell(router, do="submit", id=name, tokens=tokens, max_new_tokens=max_new_tokens)
-        return self.asked[name]
+        (asked,) = self.ask_together(1, num_tokens, max_new_tokens, router, num_common)
+        return asked
+
+    def ask_together(
+        self,
+        count: int,
+        num_tokens: int,
+        max_new_tokens: int,
+        router: str = "router",
+        num_common: int = 0,
+    ) -> list[Asked]:
+        """So many at once: what they should come to is known before."""
+        made = []
+        for _ in range(count):
+            tokens = [self._random.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
+            tokens[:num_common] = range(num_common)
+            reference = Reference([SPEC], tokens, max_new_tokens)
+            name = str(next(self._names))
+            made.append(Asked(name, tokens, max_new_tokens, reference, router=router))
+        for one in made:
+            self.asked[one.name] = one
+            order = {"tokens": one.tokens, "max_new_tokens": max_new_tokens}
+            self._tell(router, do="submit", id=one.name, **order)
+        return made
 
     def cancel(self, asked: Asked) -> None:
         self._tell(asked.router, do="cancel", id=asked.name)

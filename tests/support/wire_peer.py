@@ -79,6 +79,7 @@ class WirePeer:
             "regions": regions,
             "generation": self.regions.generation,
             "epoch": 0,
+            "max_model_len": self.engine.max_model_len,
         }
         return WorkerFacts(**known | changes)
 
