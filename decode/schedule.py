@@ -24,11 +24,11 @@
 WAITING to GRANTED have the request's deadline, which all attempts share; FILLED and RUNNING end
 with the model's steps, at most max_new_tokens of them, but for one that sits out: it has a deadline
 of the same length. PREEMPTED has one from when nobody runs in front of it any more, and keeps it to
-GRANTED (`decode.preemption`). ABORTING has no deadline, on purpose: blocks
-that may still be written to are used for nothing else (`decode.quarantine`). The terminal message
-to the router is Finished, once a request: when its last attempt leaves GRANTED for ABORTING, or
-when it is ENDED. A prompt that finds the queue full is answered 'overloaded' and never becomes a
-request; one that finds the queues of all its attempts full (Busy) ends so.
+GRANTED (`decode.preemption`). ABORTING has no deadline, on purpose: blocks that may still be
+written to are used for nothing else (`decode.quarantine`). The terminal message to the router is
+Finished, once a request: when its last attempt leaves GRANTED for ABORTING, or when it is ENDED. A
+prompt that finds the queue full is answered 'overloaded' and never becomes a request; one that
+finds the queues of all its attempts full (Busy) ends so, unless it was preempted before: it waits.
 
 A grant, as decode sees it, and a lease, its other side where we pull:
 
