@@ -44,18 +44,18 @@ def why_not(generate: Generate, engine: Engine) -> str:
 
 
 def untried(request: DecodeRequest, ready: Sequence[Peer]) -> list[Peer]:
-    """Prefill workers that no earlier attempt was given to."""
-    return [peer for peer in ready if peer.key not in request.tried]
+    """Prefill workers that take something new, and that no earlier attempt was given to."""
+    return [peer for peer in ready if peer.takes_new and peer.key not in request.tried]
 
 
 def choose_prefill(
     request: DecodeRequest, ready: Sequence[Peer], load: Mapping[str, Sized]
 ) -> Peer | None:
-    """The ready prefill worker that `request` names, or else the untried one with the least `load`,
-    by key; None when it is not there."""
-    wanted = request.generate.prefill
-    fitting = [peer for peer in untried(request, ready) if wanted in ("", peer.name)]
-    return min(fitting, key=lambda peer: len(load.get(peer.key, ())), default=None)
+    """Of those that are ready and untried the one that `request` names, if it is among them, else
+    the one with the least `load`, by key; None where there is none."""
+    named = request.generate.prefill
+    cost = lambda peer: (peer.name != named, len(load.get(peer.key, ())))  # noqa: E731
+    return min(untried(request, ready), key=cost, default=None)
 
 
 def overloaded(
@@ -89,6 +89,11 @@ class Admission:
         """When to try again where the queue is full; 0: there is room."""
         limit = self._parts.options.max_num_queued_seqs
         return self._service.wait_s(len(self)) if len(self) >= limit else 0.0
+
+    @property
+    def wait_s(self) -> float:
+        """Until one that comes now will get blocks, as estimated."""
+        return self._service.wait_s(len(self)) if self._queued[RequestState.CALLED] else 0.0
 
     def add(self, request: DecodeRequest) -> None:
         self._queued[RequestState.WAITING][request.request_id] = request
@@ -130,7 +135,7 @@ class Admission:
                 break
             peer = choose_prefill(request, ready, self._load)
             if request.state is RequestState.WAITING and peer is not None:
-                self._ask(request, peer)  # else its prefill is not there: it holds up nobody
+                self._ask(request, peer)  # else all that are there failed it: it holds up nobody
 
     def _bind(self, request: DecodeRequest) -> bool:
         """Whether there are blocks for it."""

@@ -9,6 +9,7 @@ from decode.schedule import DecodeBatch, DecodeRequest
 from kvxfer.control.router_messages import Token
 from kvxfer.errors import KvxferError, NotFinite
 from kvxfer.worker.assembly import WorkerParts
+from kvxfer.worker.pace import Pace
 
 
 class Decoding:
@@ -18,6 +19,7 @@ class Decoding:
         self._parts = parts
         self._batch = DecodeBatch(parts.options.max_num_seqs)
         self._end = end
+        self.pace = Pace()
 
     def tell(self, request: DecodeRequest, token: int) -> None:
         """Add the next token to a request's output, and send it to its router."""
@@ -38,6 +40,7 @@ class Decoding:
         if not batch:
             return
         self._batch.is_computing = True
+        self.pace.begin()
         steps = [request.next_step() for request in batch]
         self._parts.steps.submit(
             partial(self._parts.engine.runner.decode_step, steps),
@@ -47,6 +50,7 @@ class Decoding:
 
     def _stepped(self, batch: list[DecodeRequest], tokens: list[int]) -> None:
         self._batch.is_computing = False
+        self.pace.end(len(batch))
         for request, token in zip(batch, tokens, strict=True):
             self._take(request, token)
         self._step()

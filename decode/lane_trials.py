@@ -65,6 +65,12 @@ class LaneTrials:
     def is_active(self) -> bool:
         return bool(self._trials or self._ended)
 
+    def involves(self, peer: Peer) -> bool:
+        """Whether a trial with it goes on, or it may still write for one that is over."""
+        return peer.key in self._trials or any(
+            trial.peer_name == peer.name for trial in self._ended
+        )
+
     def begin(self, peer: Peer) -> None:
         """Find the quickest lane; ends with `PeerTable.settle`, or without the peer."""
         assert peer.facts is not None

@@ -20,7 +20,7 @@ def loaded(
     options: WorkerOptions,
     load: LoadOptions,
     *,
-    prefill: Annotated[list[str], Parameter(consume_multiple=True)],
+    prefill: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=())] = (),
 ) -> int:
     """Run a decode worker that measures hand-overs from the prefill worker without a model.
 

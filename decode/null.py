@@ -16,14 +16,15 @@ from kvxfer.worker.process import run_worker
 def decode(
     options: WorkerOptions,
     *,
-    prefill: Annotated[list[str], Parameter(consume_multiple=True)],
+    prefill: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=())] = (),
 ) -> int:
     """Run a decode worker that computes nothing, or a pattern, until Ctrl-C.
 
     Parameters
     ----------
     prefill
-        Address of each prefill worker; it may start later.
+        Address of each prefill worker; it may start later. A router that knows prefill workers
+        tells which there are: from then on its word counts.
     """
     return run_worker("decode", options, prefill, make_role, NULL)
 

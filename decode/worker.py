@@ -11,6 +11,7 @@ from decode.arrival import Arrival
 from decode.attempts import next_attempt, why_nowhere
 from decode.decoding import Decoding
 from decode.lane_trials import LaneTrials
+from decode.named_prefills import NamedPrefills
 from decode.quarantine import Quarantine
 from decode.receiver import Receiver
 from decode.schedule import AT_PREFILL, QUEUED, DecodeRequest, RequestState
@@ -23,6 +24,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.telemetry.logs import about
 from kvxfer.transfer.connector import Direction
 from kvxfer.worker.assembly import WorkerParts
+from kvxfer.worker.draining import RETRY_S
 from kvxfer.worker.loop import Handler
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ class DecodeWorker:
         self._receiver.on_failed = self._retry
         self._receiver.on_quiet = self._quarantine.end_if_quiet
         self._lane_trials = LaneTrials(parts)
+        self._named = NamedPrefills(parts.peers, self._is_under_way)
         self.handlers: dict[type, Handler] = {
             Generate: self._on_generate,
             Cancel: self._on_cancel,
@@ -63,6 +66,7 @@ class DecodeWorker:
             Aborted: self._on_aborted,
             GrantUnknown: self._on_grant_unknown,
             **self._lane_trials.handlers,
+            **self._named.handlers,
         }
         parts.peers.on_met = self._lane_trials.begin
         parts.peers.on_ready = self._on_peer_ready
@@ -82,6 +86,10 @@ class DecodeWorker:
             problem = f"request_id: {request.request_id!r} is in use"
         if problem:
             self._finish(request, "error", problem)
+            return
+        if reason := self._parts.draining.reason:
+            request.retry_after_s = RETRY_S
+            self._finish(request, "overloaded", f"this decode worker drains: {reason}")
             return
         if retry_after_s := self._admission.full_for_s():
             self._finish(*overloaded(request, "this decode worker's", retry_after_s))
@@ -270,6 +278,7 @@ class DecodeWorker:
 
     def _on_peer_lost(self, peer: Peer, reason: str) -> None:
         self._lane_trials.lost(peer)
+        self._named.lost(peer)
         for request in list(self._requests.values()):
             if request.router == peer.key:
                 request.is_cancelled = True
@@ -291,8 +300,23 @@ class DecodeWorker:
             self._look(now)
         self._quarantine.tick(now)
         self._lane_trials.tick()
-        busy = self._requests or self._quarantine or self._lane_trials.is_active
-        self._parts.set_busy(bool(busy))
+        self._named.tick()
+        self._parts.set_busy(self.is_busy)
+
+    @property
+    def is_serving(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def is_busy(self) -> bool:
+        return self.is_serving or bool(self._quarantine) or self._lane_trials.is_active
+
+    def _is_under_way(self, peer: Peer) -> bool:
+        """Whether something is, at this prefill worker."""
+        asked = (one for one in self._requests.values() if one.state in AT_PREFILL)
+        given_up = any(one.prefill_name == peer.name for one in self._quarantine)
+        is_at = any(one.prefill is peer for one in asked)
+        return is_at or given_up or self._lane_trials.involves(peer)
 
     def _look(self, now: float) -> None:
         """End what has waited too long, or for nothing, and ask about what was not heard of."""
@@ -310,5 +334,10 @@ class DecodeWorker:
 
     def status(self) -> dict[str, int | float | str]:
         num_requests = len(self._requests) + len(self._quarantine)
-        queued = len(self._admission)
-        return {**self._parts.status(), "requests": num_requests, "queued": queued}
+        return {
+            **self._parts.status(),
+            "requests": num_requests,
+            "queued": len(self._admission),
+            "queue_wait_s": self._admission.wait_s,
+            "decode_tokens_per_s": self._decoding.pace.tokens_per_s,
+        }

@@ -18,6 +18,7 @@ from kvxfer.bench.identity import IdentityOptions
 from kvxfer.bench.layouts import LayoutsOptions
 from kvxfer.bench.namespaces import NamespacesOptions
 from kvxfer.bench.residency import ResidencyOptions
+from kvxfer.bench.serving_overhead import ServingOverheadOptions
 from kvxfer.bench.share import ShareOptions
 from kvxfer.bench.soak import SoakOptions
 from kvxfer.bench.stress import StressOptions
@@ -243,6 +244,17 @@ def control(options: ControlOptions = ControlOptions()) -> int:  # noqa: B008
     from kvxfer.bench.control import run_control
 
     return run_control(options)
+
+
+@bench.command
+def serving_overhead(options: ServingOverheadOptions | None = None) -> int:
+    """Measure what the HTTP front adds, and many streams at once, on the host, without a model.
+
+    Example: kvxfer bench serving-overhead --json tests/bench/results/serve-overhead.json
+    """
+    from kvxfer.bench.serving_overhead import run_serving_overhead
+
+    return run_serving_overhead(options or ServingOverheadOptions())
 
 
 @bench.command

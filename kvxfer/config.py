@@ -116,6 +116,9 @@ class WorkerOptions:
     """Silence after which a peer counts as lost."""
     transfer_timeout_s: float = 30.0
     """A peer with transfers under way, of which none has ended for so long, counts as lost."""
+    shutdown_timeout_s: float = 0.0
+    """After SIGTERM or Ctrl-C: take nothing new, and have so long to finish what is here (0: end at
+    once). A second signal ends at once."""
     on_peer_loss: PeerLoss = "wait"
     """wait for it to come back, or exit with code 1."""
     metrics_port: int = 0
@@ -146,6 +149,9 @@ def resolve(options: WorkerOptions, role: str) -> WorkerOptions:
     for name in ("request_timeout_s", "peer_timeout_s", "transfer_timeout_s"):
         if not 0 < getattr(options, name) < math.inf:
             raise UsageError(name, getattr(options, name), "must be more than 0 and finite")
+    if not 0 <= options.shutdown_timeout_s < math.inf:
+        wrong = options.shutdown_timeout_s
+        raise UsageError("shutdown_timeout_s", wrong, "must be 0 or more and finite")
     for name in ("kv_low_watermark", "kv_high_watermark"):
         if not 0 <= getattr(options, name) <= 1:
             raise UsageError(name, getattr(options, name), "must be in [0, 1]")

@@ -18,8 +18,10 @@ from kvxfer.model.runner import SequenceStep
 from kvxfer.telemetry.logs import about
 from kvxfer.transfer.connector import Direction
 from kvxfer.worker.assembly import WorkerParts
+from kvxfer.worker.draining import RETRY_S
 from kvxfer.worker.integrity import Integrity
 from kvxfer.worker.loop import Handler
+from kvxfer.worker.pace import Pace
 from prefill.admission import why_not, why_not_granted
 from prefill.job import NOT_STARTED, JobState, PrefillJob
 from prefill.lane_trials import LaneTrialServer
@@ -64,6 +66,7 @@ class PrefillWorker:
         self._last_words = LastWords(parts.peers)
         self._integrity = Integrity(parts)
         self._streamer = LayerStreamer(parts)
+        self._pace = Pace()
         self._lane_trials = LaneTrialServer(parts)
         self.handlers: dict[type, Handler] = {
             PrefillRequest: self._on_request,
@@ -100,7 +103,8 @@ class PrefillWorker:
             self._last_words.say(key, grant_id, Failed(request.request_id, grant_id, problem))
             self._parts.metrics.ended("error")
             return
-        if retry_after_s := self._scheduler.busy_for_s(key):
+        drain_s = RETRY_S if self._parts.draining.reason else 0.0
+        if retry_after_s := drain_s or self._scheduler.busy_for_s(key):
             grant_id = request.grant.grant_id
             self._last_words.say(key, grant_id, Busy(request.request_id, grant_id, retry_after_s))
             self._parts.metrics.ended("overloaded")
@@ -201,6 +205,7 @@ class PrefillWorker:
             return
         job, step = found
         job.chunk_running = True
+        self._pace.begin()
         job.layers_sent = list(self._no_layers)
         self._parts.steps.submit(
             self._streamer.prefill(step, partial(self._layers_written, job, step)),
@@ -233,6 +238,7 @@ class PrefillWorker:
             self._give_up(job, str(error))
 
     def _chunk_done(self, job: PrefillJob, step: SequenceStep, token: int | None) -> None:
+        self._pace.end(len(step.tokens))
         tokens, sent = self._scheduler.finish_chunk(job, step, token), job.layers_sent
         if job.state is JobState.HANDING_OVER:
             self._parts.trace.event("computed", request=job.request.request_id)
@@ -319,7 +325,15 @@ class PrefillWorker:
                 self._give_up(job, refusal)
             elif now > job.deadline_s and job.state is not JobState.ENDING:
                 self._give_up(job, f"deadline passed in state {job.state.name}")
-        self._parts.set_busy(bool(self._jobs) or self._lane_trials.is_active)
+        self._parts.set_busy(self.is_busy)
+
+    @property
+    def is_serving(self) -> bool:
+        return bool(self._jobs)
+
+    @property
+    def is_busy(self) -> bool:
+        return self.is_serving or self._lane_trials.is_active
 
     def _load(self) -> tuple[int, int]:
         waiting = len(self._scheduler)
@@ -330,6 +344,11 @@ class PrefillWorker:
             **self._parts.status(),
             "jobs": len(self._jobs),
             "queued": len(self._scheduler),
+            "prefill_tokens_queued": sum(
+                len(job.request.tokens) - max(job.computed, job.num_cached)
+                for job in self._jobs.values()
+            ),
+            "prefill_tokens_per_s": self._pace.tokens_per_s,
             "prefix_cache_hit_tokens": self._prefix_cache.hit_tokens,
             "prefix_cache_query_tokens": self._prefix_cache.query_tokens,
             "handing_over": sum(

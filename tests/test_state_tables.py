@@ -11,6 +11,8 @@ MACHINES = [
     ("kvxfer.worker.residency", "ResidencyState", "state"),
     ("decode.schedule", "RequestState", "request"),
     ("prefill.job", "JobState", "state"),
+    ("kvxfer.worker.draining", "DrainState", "worker"),
+    ("kvxfer.serve.backend", "BackendState", "worker"),
 ]
 
 

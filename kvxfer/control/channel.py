@@ -3,7 +3,9 @@
 Facts (ZeroMQ 4.3.5): a ROUTER drops messages to an identity that it does not know unless
 ROUTER_MANDATORY is set; a DEALER reconnects by itself and keeps order; sockets belong to one
 thread, so a channel is used by the control thread alone and other threads wake it by a file
-descriptor (see `kvxfer.worker.mailbox`). Unix sockets: see `kvxfer.control.addresses`.
+descriptor (see `kvxfer.worker.mailbox`). A DEALER that was told IMMEDIATE drops, with its
+connection, also what came and was not read yet: last words are for those who wait for an answer.
+Unix sockets: see `kvxfer.control.addresses`.
 """
 
 from __future__ import annotations
@@ -149,9 +151,27 @@ class Channel:
         try:
             dealer.connect(plain)
         except zmq.ZMQError as error:
+            self._close_dealer(key, dealer)
             raise UsageError("address", address, f"cannot connect: {error}") from error
         self._dealers[key] = dealer
         return key
+
+    def check_dial(self, field: str, address: str) -> None:
+        """Raise UsageError where `dial` would refuse `address`."""
+        check_dial(field, address, self._keys)
+
+    def hang_up(self, key: str) -> None:
+        """End the connection to a worker that we dialled: what was sent may still leave, within
+        LINGER_MS, and nothing of it comes in any more. Idempotent."""
+        dealer = self._dealers.pop(key, None)
+        if dealer is not None:
+            self._end_batch(dealer)
+            self._close_dealer(key, dealer)
+
+    def _close_dealer(self, key: str, dealer: zmq.Socket[bytes]) -> None:
+        self._poller.unregister(dealer)
+        self._server_keys.pop(key, None)
+        dealer.close()
 
     def watch(self, fd: int) -> None:
         """Let `poll` return early when `fd` becomes readable; its owner reads it."""

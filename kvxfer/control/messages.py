@@ -32,6 +32,8 @@
 | router → worker   | Shrink, Sleep,       | what shall become of its cache; |
 |                   | WakeUp, Defragment   | each is answered by a CacheState |
 | router → worker   | Drain                | take nothing new, finish, leave |
+| worker → who is   | Drain                | it takes nothing new itself |
+| known to it       |                      | |
 | router → decode   | Prefills             | which prefill workers there are |
 
 Promised for all versions: Hello is a map with `type` and `wire_version`, Reject keeps its fields,
@@ -107,6 +109,10 @@ class Heartbeat(WireStruct, frozen=True):
 
 class Goodbye(WireStruct, frozen=True):
     reason: str
+    is_quiet: bool
+    """Nothing is under way with whom this is said to, and nothing will be: what it quarantined or
+    keeps for the one who leaves is its own again. Answered by a Goodbye that is not: all that was
+    said before has arrived then."""
 
 
 class RegionsUpdate(WireStruct, frozen=True):

@@ -41,7 +41,8 @@ class Generate(WireStruct, frozen=True):
     sampling: Sampling
     stop_token_ids: list[int]
     prefill: str
-    """worker_id of the prefill worker of the pair; '' lets the decode worker choose."""
+    """worker_id of the prefill worker of the pair: the first to be asked, if it is there; others
+    after a failure. '' lets the decode worker choose."""
     verify: bool
     """Send the digest of each prompt block with Finished; a worker of several ranks has none."""
     traceparent: Traceparent = ""
@@ -82,7 +83,8 @@ class Status(WireStruct, frozen=True):
 
 
 class Drain(WireStruct, frozen=True):
-    """Take no new request, finish those that are here, then say Goodbye and end."""
+    """From a router: take no new request, finish those that are here, then say Goodbye and end.
+    From a worker: that is what it does now, whoever told it to."""
 
     reason: str
 

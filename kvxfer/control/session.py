@@ -99,10 +99,18 @@ class Peer:
     """Why KV may not flow, by its word or ours, since it was last ready."""
     acked_generation: int = 0
     """The newest of our generations that it has loaded."""
+    is_draining: bool = False
+    """By its own word, in this session: nothing new is asked of it."""
+    is_unwanted: bool = False
+    """No router names it any more: the same, and it is left when nothing is under way with it."""
 
     @property
     def name(self) -> str:
         return self.facts.worker_id if self.facts else self.key
+
+    @property
+    def takes_new(self) -> bool:
+        return not (self.is_draining or self.is_unwanted)
 
     @property
     def knows_us(self) -> bool:

@@ -124,5 +124,5 @@ def _verified(answer: Answer) -> Body:
     return {
         "kv_digests": digests,
         "prefill": completion.generate.prefill,
-        "decode": completion.backend.name,
+        "decode": completion.backend.name if completion.backend else "",
     }

@@ -2,16 +2,21 @@
 
 | state    | what happens                                | leaves by                     |
 | ---      | ---                                         | ---                           |
-| WAITING  | its worker was lost before a token came, or | a decode worker is ready      |
-|          | could not be reached                        | → SENT                        |
+| WAITING  | no worker that takes something new is       | a decode worker is ready      |
+|          | ready, or could be reached                  | → SENT                        |
 | SENT     | tokens arrive, and are put in order         | Finished, and all tokens that |
 |          |                                             | it counts → ENDED; lost:      |
 |          |                                             | without a token → WAITING,    |
-|          |                                             | else → ENDED, as an error     |
+|          |                                             | else → ENDED, as an error;    |
+|          |                                             | overloaded: another one takes |
+|          |                                             | new ones → WAITING, else      |
+|          |                                             | → ENDED                       |
 | ENDED    | `finished` says how                         |                               |
 
 WAITING and SENT have the completion's deadline, ENDED is the terminal state: an error, never an
-answer that is cut short and looks whole.
+answer that is cut short and looks whole. So many may wait and no more: one that comes then has
+ENDED at once, as 'overloaded'. Each decode worker that is overloaded is asked once; one that drains
+said nothing of its load, and is passed over.
 """
 
 from __future__ import annotations
@@ -21,31 +26,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvxfer.control.facts import WorkerFacts
 from kvxfer.control.router_messages import Finished, Generate, TransferStats
+from kvxfer.serve.backend import Backend as Backend
 
 MAX_ATTEMPTS = 3
+"""Of one prompt, whose workers are lost."""
 LATE_TOKENS_S = 1.0
 """How long after Finished a token that it counts may still come."""
-
-
-@dataclass
-class Backend:
-    """A worker that the router talks to."""
-
-    key: str
-    facts: WorkerFacts | None = None
-    """None while it is being greeted."""
-    last_seen_s: float = field(default_factory=time.monotonic)
-    hello_at_s: float = 0.0
-    """When to greet it again, if it has not answered by then."""
-    hello_pause_s: float = 0.0
-    given_up: list[str] = field(default_factory=list)
-    """Ids of requests it may still work on, to be cancelled when it is back."""
-
-    @property
-    def name(self) -> str:
-        return self.facts.worker_id if self.facts else self.key.removeprefix("out:")
+LONGEST_RETRY_S = 3600.0
+"""A worker's estimate is a hint, not to be believed without bound."""
 
 
 @dataclass
@@ -54,14 +43,29 @@ class Completion:
 
     request_id: str
     tokens: list[int]
-    backend: Backend
+    backend: Backend | None
+    """The decode worker that has it, had it last, or is meant to get it; None before one is chosen.
+    """
     sent_s: float
     generate: Generate
     """As it was sent last: each attempt has an id of its own, so that no word of an earlier one is
     taken for its."""
     deadline_s: float
     is_waiting: bool = False
+    is_free: bool = False
+    """The router chooses the pair."""
+    prefill: Backend | None = None
+    """Named to the decode worker, which may have had to take another one."""
+    placed_s: float = 0.0
+    """When it was last given to a pair."""
+    num_uncached: int = 0
+    """Tokens that were then to be computed, as estimated."""
+    num_lost: int = 0
+    """Workers that it lost."""
+    refusals: dict[str, float] = field(default_factory=dict)
+    """Decode workers, by key, that were overloaded, and when they said to try again."""
     attempt: int = 1
+    """Counts the ids under which it was sent."""
     output: list[int] = field(default_factory=list)
     first_token_s: float | None = None
     finished: Finished | None = None
@@ -98,14 +102,22 @@ class Completion:
 
     def fail(self, error: str) -> None:
         """Idempotent; what has ended stays as it is."""
+        self._end("error", error, 0.0)
+
+    def overload(self, error: str, retry_after_s: float) -> None:
+        """As `fail`: nothing was done, and may be asked again after so long."""
+        self._end("overloaded", error, max(0.0, min(retry_after_s, LONGEST_RETRY_S)))
+
+    def _end(self, reason: str, error: str, retry_after_s: float) -> None:
         if self.finished is None:
-            count = len(self.output)
-            none = TransferStats()
-            self.finished = Finished(self.request_id, "error", error, 0, none, [], count, 0.0)
+            count, none = len(self.output), TransferStats()
+            ended = Finished(self.request_id, reason, error, 0, none, [], count, retry_after_s)
+            self.finished = ended
 
     def begin_again(self) -> None:
         self.attempt += 1
         self.is_waiting = True
+        self.prefill = None
         self.end, self.end_s = None, 0.0
         self.early.clear()
         name = f"{self.request_id}.{self.attempt}"

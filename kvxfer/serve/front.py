@@ -3,13 +3,17 @@
 Facts (ZeroMQ 4.3.5, run): a socket's file descriptor is edge-triggered. It becomes readable when
 its state changes, and any call on the socket, a send too, may take that edge away. So after every
 wake-up and every send the router is polled until nothing is readable; the timer would find within
-TICK_S what was missed.
+TICK_S what was missed. A socket that is closed takes its descriptor along, whose number may be a
+client's connection the next moment: so they are gathered in an epoll of our own, which forgets what
+is closed (Linux), and the loop waits for that one alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import select
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,10 +63,11 @@ class Front:
         self.metrics.load = self._load
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: set[Stream] = set()
-        self._fds: set[int] = set()
+        self._epoll: select.epoll | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._turn_is_due = False
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
+        """What the router raised: nothing is served any more, and its owner may want to end."""
 
     @property
     def num_in_flight(self) -> int:
@@ -72,6 +77,8 @@ class Front:
     def start(self) -> None:
         """Take the router into the running loop."""
         self._loop = asyncio.get_running_loop()
+        self._epoll = select.epoll()
+        self._loop.add_reader(self._epoll.fileno(), self._turn)
         self._tick()
 
     def submit(
@@ -92,14 +99,15 @@ class Front:
 
         Raises ControlError when no worker can take it.
         """
-        if self._failure is not None:
-            raise ControlError(f"the router stopped: {self._failure}")
+        if self.failure is not None:
+            raise ControlError(f"the router stopped: {self.failure}")
         if self.is_closing:
             raise ControlError("the server is shutting down")
-        backend = self._any_decode()
+        if not self.knows("decode"):
+            raise ControlError("there is no decode worker")
         span = NO_SPAN if is_probe else self.spans.begin("router", traceparent, request_id)
         completion = self.router.submit(
-            backend,
+            None,
             tokens,
             max_new_tokens,
             sampling=sampling,
@@ -132,12 +140,15 @@ class Front:
     @property
     def can_serve(self) -> bool:
         """Whether a decode worker is there, and nothing ended."""
-        return not self.is_closing and self._failure is None and bool(self.ready("decode"))
+        return not self.is_closing and self.failure is None and bool(self.ready("decode"))
 
     def ready(self, role: str) -> list[Backend]:
-        """The workers of a role that have said who they are."""
-        backends = self.router.backends
-        return [one for one in backends if one.facts is not None and one.facts.role == role]
+        """The workers of a role that something new may be given to."""
+        return [one for one in self.router.backends if one.role == role and one.takes_new]
+
+    def knows(self, role: str) -> bool:
+        """Whether there was a worker of that role: a prompt waits until it is there again."""
+        return any(one.role == role for one in self.router.backends)
 
     def end(self, reason: str = "the server is shutting down") -> None:
         """Take nothing more, and end what is under way as an error. Idempotent."""
@@ -153,7 +164,7 @@ class Front:
         self.end()
         if self._timer is not None:
             self._timer.cancel()
-        self._watch(set())
+        self._unwatch()
         self._loop = None
 
     def _load(self) -> tuple[int, int]:
@@ -163,28 +174,25 @@ class Front:
 
     # --- in the loop --------------------------------------------------------------------------
 
-    def _any_decode(self) -> Backend:
-        for backend in self.ready("decode"):
-            return backend
-        raise ControlError("no decode worker is ready")
-
     def _tick(self) -> None:
-        if self._loop is None or self._failure is not None:
+        if self._loop is None or self.failure is not None:
             return
         self._timer = self._loop.call_later(TICK_S, self._tick)
-        self._watch(set(self.router.fds()))
+        self._watch()
         self._turn()
 
-    def _watch(self, fds: set[int]) -> None:
-        """Workers may have been added or left since the last time."""
-        assert self._loop is not None or not self._fds
-        if self._loop is None:
-            return
-        for fd in self._fds - fds:
-            self._loop.remove_reader(fd)
-        for fd in fds - self._fds:
-            self._loop.add_reader(fd, self._turn)
-        self._fds = fds
+    def _watch(self) -> None:
+        """Workers may have been added or have left since the last time."""
+        if self._epoll is not None:
+            for fd in self.router.fds():
+                with contextlib.suppress(FileExistsError):
+                    self._epoll.register(fd, select.EPOLLIN)
+
+    def _unwatch(self) -> None:
+        if self._epoll is not None and self._loop is not None:
+            self._loop.remove_reader(self._epoll.fileno())
+            self._epoll.close()
+        self._epoll = None
 
     def _turn_soon(self) -> None:
         """After a send: it may have taken an edge away."""
@@ -194,7 +202,7 @@ class Front:
 
     def _turn(self) -> None:
         self._turn_is_due = False
-        if self._loop is None or self._failure is not None:
+        if self._loop is None or self.failure is not None:
             return
         try:
             for _ in range(MAX_POLLS):
@@ -211,8 +219,8 @@ class Front:
     def _fail(self, error: BaseException) -> None:
         """A router that raised is of no use any more; nobody waits for it for ever."""
         logger.error("the router stopped: %s: %s", type(error).__name__, error)
-        self._failure = error
-        self._watch(set())
+        self.failure = error
+        self._unwatch()
         for stream in self._streams:
             stream.completion.fail(f"the router stopped: {error}")
             stream.wake.set()

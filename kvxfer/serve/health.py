@@ -72,5 +72,9 @@ class Probe:
         finished = completion.finished
         if finished.reason == "overloaded":
             return "", {"note": f"not tried, workers are busy: {finished.error}"}
-        told = {"decode": completion.backend.name, "transfer_bytes": finished.transfer.num_bytes}
+        told = {
+            "prefill": completion.generate.prefill,
+            "decode": completion.backend.name if completion.backend else "",
+            "transfer_bytes": finished.transfer.num_bytes,
+        }
         return finished.error, told

@@ -99,7 +99,8 @@ def _about(front: Front, served: ServedModel, limits: Limits) -> list[Route]:
     async def ready(request: Request) -> Response:
         counts = {role: len(front.ready(role)) for role in ROLES}
         missing = [role for role, count in counts.items() if count == 0]
-        if missing or not front.can_serve:
+        if missing or not front.can_serve or not front.router.is_ready:
+            missing = missing or ["a decode worker that has met a prefill worker"]
             return json_response({"status": "not ready", "missing": missing, **counts}, 503)
         return json_response({"status": "ready", **counts})
 

@@ -1,13 +1,12 @@
-"""The router: turns prompts into requests for (prefill, decode) pairs. Over ZMQ only, for now.
+"""The router: gives prompts to (prefill, decode) pairs of workers, which come and go. By ZMQ.
 
-States of a prompt: see `kvxfer.serve.completion`.
+States of a prompt: see `kvxfer.serve.completion`; of a worker: `kvxfer.serve.backend`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import random
 import secrets
 import time
 from collections.abc import Sequence
@@ -16,10 +15,8 @@ from kvxfer.control.auth import Keys
 from kvxfer.control.cache_messages import CacheState, Defragment, Shrink, Sleep, WakeUp
 from kvxfer.control.channel import Channel, Letter
 from kvxfer.control.messages import (
-    WIRE_VERSION,
     Goodbye,
     Heartbeat,
-    Hello,
     Message,
     RegionsAck,
     RegionsUpdate,
@@ -29,6 +26,7 @@ from kvxfer.control.messages import (
 from kvxfer.control.resync_messages import HelloWanted, RegionsAt
 from kvxfer.control.router_messages import (
     Cancel,
+    Drain,
     Finished,
     Generate,
     Sampling,
@@ -37,15 +35,17 @@ from kvxfer.control.router_messages import (
     Token,
 )
 from kvxfer.control.telemetry_messages import Metrics, MetricsQuery
-from kvxfer.errors import ControlError, DeadlineExceeded, HandshakeRejected, WorkerDied
-from kvxfer.serve.completion import MAX_ATTEMPTS, Backend, Completion
+from kvxfer.errors import DeadlineExceeded, HandshakeRejected, WorkerDied
+from kvxfer.serve.backend import Backend, BackendState
+from kvxfer.serve.completion import Completion
+from kvxfer.serve.delivery import Delivery
+from kvxfer.serve.fleet import Fleet
 from kvxfer.serve.scrapes import Scrape, Scrapes
 
 logger = logging.getLogger(__name__)
 
-HELLO_RETRY_S = 1.0
-HELLO_RETRY_MAX_S = 5.0
-HEARTBEAT_S = 0.5
+MAX_NUM_WAITING = 1024
+"""Prompts that wait here for a decode worker, unless told."""
 
 
 class Router:
@@ -58,37 +58,65 @@ class Router:
         survives_loss: bool = False,
         request_timeout_s: float = math.inf,
         keys: Keys | None = None,
+        max_num_waiting: int = MAX_NUM_WAITING,
     ) -> None:
         """A worker that is lost raises WorkerDied, or, if the router `survives_loss`, is waited
         for: its prompts go to another decode worker, or fail where tokens of theirs were told."""
         self._channel = Channel(f"router.{secrets.token_hex(8)}", keys=keys)
-        self._peer_timeout_s = peer_timeout_s
+        self._fleet = Fleet(self._channel, peer_timeout_s, self._on_lost)
+        self._backends = self._fleet.backends
+        self._delivery = Delivery(self._fleet, max_num_waiting)
         self._survives_loss = survives_loss
         self._request_timeout_s = request_timeout_s
-        self._backends: dict[str, Backend] = {}
-        self._completions: dict[str, Completion] = {}
         self._statuses: dict[str, Status] = {}
         self._cache_states: dict[str, CacheState] = {}
-        self._next_beat_s = 0.0
         self.scrapes = Scrapes()
         self.num_misplaced = 0
         """Messages dropped that no router is sent."""
 
-    def connect(self, addresses: Sequence[str], timeout_s: float) -> list[Backend]:
-        """Dial workers and wait until each has said who it is. Raises DeadlineExceeded."""
-        backends = [Backend(self._channel.dial(address)) for address in addresses]
-        self._backends.update({backend.key: backend for backend in backends})
-        deadline_s = time.monotonic() + timeout_s
-        while missing := [backend for backend in backends if backend.facts is None]:
-            if time.monotonic() > deadline_s:
-                raise DeadlineExceeded(f"{missing[0].key.removeprefix('out:')}: no answer to Hello")
-            self.poll(0.05)
-        return backends
+    # --- workers ------------------------------------------------------------------------------
 
     @property
     def backends(self) -> list[Backend]:
-        """Those it dialled; `facts` is None of those that are not ready."""
+        """Those it knows; `facts` is None of those that are not there now."""
         return list(self._backends.values())
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a prompt would be served now, as far as is known: a decode worker takes new ones
+        and has met a prefill worker, and so has the router if it knows any."""
+        decodes = self._fleet.taking("decode")
+        knows_prefills = any(one.role == "prefill" for one in self._backends.values())
+        has_prefill = not knows_prefills or bool(self._fleet.taking("prefill"))
+        return has_prefill and any(one.status.get("peers") for one in decodes)
+
+    def connect(self, addresses: Sequence[str], timeout_s: float) -> list[Backend]:
+        """Dial workers and wait until each has said who it is. Raises DeadlineExceeded."""
+        backends = [self._fleet.dial(address) for address in addresses]
+        deadline_s = time.monotonic() + timeout_s
+        while missing := [backend for backend in backends if backend.facts is None]:
+            if time.monotonic() > deadline_s:
+                raise DeadlineExceeded(f"{missing[0].address}: no answer to Hello")
+            self.poll(0.05)
+        return backends
+
+    def add(self, address: str, role: str = "") -> Backend:
+        """Dial a worker, which may start later; at once. From then on decode workers are told of
+        all prefill workers here, and dial the same addresses. `role`: 'prefill' where it is known
+        to be one, so that decode workers need not wait until it answered. Raises UsageError for
+        what is no address, and changes nothing."""
+        return self._fleet.add(address, role)
+
+    def drain(self, worker: str, reason: str = "it was told to drain") -> Backend:
+        """Have a worker (its id, or its address) take nothing new, finish and end; at once. Nothing
+        more is given to it, and it is gone from `backends` when it has left: `is_drained` then.
+        Raises UsageError for one that is not known."""
+        return self._fleet.drain(worker, reason)
+
+    def remove(self, worker: str, reason: str = "it was removed") -> Backend:
+        """Forget a worker, which goes on; its prompts begin again elsewhere, or end. Raises
+        UsageError for one that is not known."""
+        return self._fleet.remove(worker, reason)
 
     def fds(self) -> list[int]:
         """See `Channel.fds`."""
@@ -97,52 +125,6 @@ class Router:
     def is_readable(self) -> bool:
         """Whether `poll(0)` would find something now."""
         return self._channel.is_readable()
-
-    def submit(
-        self,
-        backend: Backend,
-        tokens: list[int],
-        max_new_tokens: int,
-        *,
-        sampling: Sampling | None = None,
-        stop_token_ids: Sequence[int] = (),
-        verify: bool = False,
-        request_id: str = "",
-        traceparent: str = "",
-    ) -> Completion:
-        """Send a prompt to a decode worker (or to the single process that it is compared with)."""
-        request_id, sent_s = request_id or secrets.token_hex(8), time.monotonic()
-        generate = Generate(
-            request_id=request_id,
-            tokens=tokens,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling or Sampling(),
-            stop_token_ids=list(stop_token_ids),
-            prefill="",
-            verify=verify,
-            traceparent=traceparent,
-        )
-        deadline_s = sent_s + self._request_timeout_s
-        completion = Completion(request_id, tokens, backend, sent_s, generate, deadline_s)
-        if not self._survives_loss:
-            self._channel.send(backend.key, generate)
-        else:
-            completion.is_waiting = True
-        self._completions[request_id] = completion
-        if completion.is_waiting:
-            self._send_waiting(completion)
-        return completion
-
-    def cancel(self, completion: Completion) -> None:
-        """Idempotent; the end comes as a Finished with reason 'cancelled'."""
-        if completion.finished is not None:
-            return
-        if completion.is_waiting:
-            self._drop(completion, "cancelled while no decode worker was ready")
-        elif self._survives_loss:
-            self._send_if_connected(completion.backend, Cancel(completion.generate.request_id))
-        else:
-            self._channel.send(completion.backend.key, Cancel(completion.generate.request_id))
 
     def status(self, backend: Backend, timeout_s: float = 5.0) -> Status:
         """A worker's numbers, asked for now. Raises DeadlineExceeded."""
@@ -159,9 +141,7 @@ class Router:
         """Have each worker tell its metrics; those that cannot be reached count as failed."""
         scrape = Scrape({one.key: one.facts for one in self.backends if one.facts is not None})
         for backend in self.backends:
-            if backend.key in scrape.missing and not self._send_if_connected(
-                backend, MetricsQuery()
-            ):
+            if backend.key in scrape.missing and not self._fleet.send(backend, MetricsQuery()):
                 scrape.failed(backend.key)
         self.scrapes.add(scrape)
         return scrape
@@ -179,142 +159,130 @@ class Router:
             self.poll(0.005)
         return self._cache_states[backend.key]
 
+    # --- prompts ------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        backend: Backend | None,
+        tokens: list[int],
+        max_new_tokens: int,
+        *,
+        sampling: Sampling | None = None,
+        stop_token_ids: Sequence[int] = (),
+        verify: bool = False,
+        request_id: str = "",
+        traceparent: str = "",
+    ) -> Completion:
+        """Send a prompt to a decode worker (or to the single process that it is compared with);
+        None: to the pair of workers that is likely to be quickest, and to another decode worker
+        where that is overloaded. One too many has ended when this returns, as 'overloaded'."""
+        request_id, sent_s = request_id or secrets.token_hex(8), time.monotonic()
+        generate = Generate(
+            request_id=request_id,
+            tokens=tokens,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling or Sampling(),
+            stop_token_ids=list(stop_token_ids),
+            prefill="",
+            verify=verify,
+            traceparent=traceparent,
+        )
+        deadline_s = sent_s + self._request_timeout_s
+        completion = Completion(request_id, tokens, backend, sent_s, generate, deadline_s)
+        completion.is_free = backend is None
+        if backend is not None and not self._survives_loss:
+            self._channel.send(backend.key, generate)
+            self._delivery.completions[request_id] = completion
+            return completion
+        self._fleet.watches |= completion.is_free
+        self._delivery.add(completion)
+        return completion
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that no worker has."""
+        return self._delivery.num_waiting
+
+    def cancel(self, completion: Completion) -> None:
+        """Idempotent; the end comes as a Finished with reason 'cancelled'."""
+        backend = completion.backend
+        if completion.finished is not None:
+            return
+        if completion.is_waiting or backend is None:
+            self._delivery.drop(completion, "cancelled while no decode worker was ready")
+        elif self._survives_loss or completion.is_free:
+            self._fleet.send(backend, Cancel(completion.generate.request_id))
+        else:
+            self._channel.send(backend.key, Cancel(completion.generate.request_id))
+
     def poll(self, timeout_s: float) -> None:
         """Take in what arrived, stay alive towards the workers, notice those that died."""
         for letter in self._channel.poll(timeout_s):
             self._receive(letter)
         now = time.monotonic()
-        for backend in self._backends.values():
-            if backend.facts is None:
-                self._greet(backend, now)
-            elif now - backend.last_seen_s > self._peer_timeout_s:
-                self._lose(backend, f"nothing heard for {self._peer_timeout_s:g} s")
-        if now >= self._next_beat_s:
-            self._next_beat_s = now + HEARTBEAT_S
-            for backend in self._backends.values():
-                if backend.facts is not None:
-                    self._send_if_connected(backend, Heartbeat())
-        for completion in list(self._completions.values()):
-            self._settle(completion, now)
+        self._fleet.tick(now)
+        self._delivery.tick(now)
 
-    def _settle(self, completion: Completion, now: float) -> None:
-        """Whatever is due for a prompt."""
-        over = completion.why_over(now)
-        if over:
-            if not completion.is_waiting:
-                stop = Cancel(completion.generate.request_id)
-                self._send_if_connected(completion.backend, stop)
-            self._drop(completion, over)
-        elif completion.is_waiting:
-            self._send_waiting(completion)
+    def close(self) -> None:
+        self._channel.close()
 
-    def _drop(self, completion: Completion, error: str) -> None:
-        del self._completions[completion.generate.request_id]
-        completion.fail(error)
-
-    def _send_waiting(self, completion: Completion) -> None:
-        """To the worker it was meant for, or to another that decodes; perhaps later."""
-        load = [id(other.backend) for other in self._completions.values() if not other.is_waiting]
-        fitting = [
-            backend
-            for backend in self._backends.values()
-            if backend.facts is not None
-            and (backend is completion.backend or backend.facts.role == "decode")
-        ]
-        fitting.sort(key=lambda one: (one is not completion.backend, load.count(id(one))))
-        for backend in fitting:
-            if self._send_if_connected(backend, completion.generate):
-                completion.backend, completion.is_waiting = backend, False
-                return
+    # --- what workers say ---------------------------------------------------------------------
 
     def _lose(self, backend: Backend, reason: str) -> None:
-        """Its prompts begin again elsewhere if nobody was told a token of them, else they end."""
-        if backend.facts is None:
-            return
-        lost = f"worker {backend.name}: {reason}"
-        if not self._survives_loss:
-            raise WorkerDied(lost)
-        logger.warning("%s", lost)
-        backend.facts, backend.hello_at_s, backend.hello_pause_s = None, 0.0, 0.0
+        self._fleet.lose(backend, reason)
+
+    def _on_lost(self, backend: Backend, reason: str) -> None:
         self.scrapes.lost(backend.key)
-        for completion in list(self._completions.values()):
-            if completion.backend is not backend or completion.is_waiting:
-                continue
-            backend.given_up.append(completion.generate.request_id)
-            if completion.output or completion.attempt >= MAX_ATTEMPTS:
-                told = f"after {len(completion.output)} tokens" if completion.output else "again"
-                self._drop(completion, f"{lost}, {told}")
-            else:
-                del self._completions[completion.generate.request_id]
-                completion.begin_again()
-                self._completions[completion.generate.request_id] = completion
-
-    def _greet(self, backend: Backend, now: float) -> None:
-        """Again and again, with longer pauses of uneven length."""
-        if now >= backend.hello_at_s and self._send_if_connected(
-            backend, Hello(WIRE_VERSION, None)
-        ):
-            pause = min(HELLO_RETRY_MAX_S, 2 * backend.hello_pause_s or HELLO_RETRY_S)
-            backend.hello_pause_s = pause
-            backend.hello_at_s = now + pause * random.uniform(0.75, 1.25)
-
-    def _welcomed(self, backend: Backend, welcome: Welcome) -> None:
-        known = backend.facts
-        if known is not None and known.incarnation != welcome.facts.incarnation:
-            self._lose(backend, "a new process answers")
-        backend.facts = welcome.facts
-        backend.hello_pause_s = 0.0
-        for request_id in backend.given_up:
-            self._send_if_connected(backend, Cancel(request_id))
-        backend.given_up.clear()
-
-    def _send_if_connected(self, backend: Backend, message: Message) -> bool:
-        try:
-            self._channel.send(backend.key, message)
-        except ControlError:
-            return False  # its silence will be noticed
-        return True
+        if backend.key in self._backends:  # else it was to go
+            if not self._survives_loss:
+                raise WorkerDied(f"worker {backend.name}: {reason}")
+            logger.warning("worker %s: %s", backend.name, reason)
+        self._delivery.lost(backend, reason)
 
     def _receive(self, letter: Letter) -> None:
         message = letter.message
-        backend = self._backends[letter.peer]
-        backend.last_seen_s = time.monotonic()
+        backend = self._backends.get(letter.peer)
+        if backend is None:
+            return  # it was forgotten meanwhile
+        self._fleet.heard(backend)
         match message:
             case Token() | Finished():
-                self._progress(backend, message)
+                self._delivery.progress(backend, message)
             case Welcome():
-                self._welcomed(backend, message)
+                self._fleet.welcomed(backend, message)
+                self._delivery.settle_soon()
             case HelloWanted():
-                self._lose(backend, "it does not know this router any more")
+                self._fleet.lose(backend, "it does not know this router any more")
             case Status():
                 self._statuses[letter.peer] = message
+                self._delivery.estimates.told(backend, message.values)
+                if message.values.get("is_draining"):
+                    self._fleet.drains(backend, "it says so")
             case Metrics(text=text):
                 self.scrapes.told(letter.peer, text)
             case CacheState():
                 self._cache_states[letter.peer] = message
+            case Drain(reason=reason):
+                self._fleet.drains(backend, reason)
             case Reject(field=name, ours=ours, theirs=theirs):
-                raise HandshakeRejected(name, ours, theirs)
-            case Goodbye(reason=reason):
-                self._lose(backend, f"it left: {reason}")
+                self._rejected(backend, HandshakeRejected(name, ours, theirs))
+            case Goodbye(reason=reason, is_quiet=is_quiet):
+                if is_quiet:
+                    self._fleet.send(backend, Goodbye("heard", is_quiet=False))
+                self._fleet.lose(backend, f"it left: {reason}", left=True)
             case Heartbeat() | RegionsUpdate() | RegionsAck() | RegionsAt():
                 pass
             case _:
-                self.num_misplaced += 1
-                if self.num_misplaced & (self.num_misplaced - 1) == 0:  # 1st, 2nd, 4th, ...
-                    name = type(message).__name__
-                    logger.warning("dropped %s from %s: not for a router", name, letter.peer)
+                self._misplaced(letter.peer, message)
 
-    def _progress(self, backend: Backend, message: Token | Finished) -> None:
-        """Of a prompt that this worker has; what was given up or taken elsewhere is nobody's."""
-        completion = self._completions.get(message.request_id)
-        if completion is None or completion.backend is not backend or completion.is_waiting:
-            return
-        if isinstance(message, Token):
-            completion.take(message.index, message.token)
-        else:
-            completion.close(message)
-        if completion.finished is not None:
-            del self._completions[message.request_id]
+    def _rejected(self, backend: Backend, error: HandshakeRejected) -> None:
+        """Of those that were added one may be wrong: the others go on."""
+        if not self._fleet.announces:
+            raise error
+        logger.error("%s: %s; it is left alone", backend.address, error)
+        self._fleet.forget(backend, BackendState.GONE, str(error))
 
-    def close(self) -> None:
-        self._channel.close()
+    def _misplaced(self, key: str, message: Message) -> None:
+        self.num_misplaced += 1
+        if self.num_misplaced & (self.num_misplaced - 1) == 0:  # 1st, 2nd, 4th, ...
+            logger.warning("dropped %s from %s: not for a router", type(message).__name__, key)

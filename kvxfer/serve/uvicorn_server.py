@@ -29,7 +29,7 @@ SEND_BUFFER_BYTES = 64 << 10
 """Of a connection in the kernel, which else keeps megabytes for a client that reads nothing."""
 LOOK_S = 0.5
 """Between two looks at the connections."""
-GRACE_S = 2
+GRACE_S = 1
 """For answers under way, which end as errors, to reach their clients when the server ends."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -19,6 +19,7 @@ from kvxfer.telemetry.trace import Trace
 from kvxfer.transfer.connector import Direction, Where, load_connectors
 from kvxfer.transfer.lanes import AUTO, Lane, offered, served
 from kvxfer.worker.conservation import Conservation
+from kvxfer.worker.draining import Draining
 from kvxfer.worker.engine import Engine, start_engine
 from kvxfer.worker.growth import CacheGrowth
 from kvxfer.worker.heap import freeze_heap
@@ -41,6 +42,9 @@ FIRST_EXTENSION_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 0.5
 """For each thread, so that a worker is gone within 2 s of Ctrl-C; then the process just ends."""
 
+FAREWELL_TIMEOUT_S = 1.0
+"""For answers to the last words of a worker that has drained: what it said before is there then."""
+
 
 @dataclass(frozen=True)
 class WorkerParts:
@@ -50,6 +54,7 @@ class WorkerParts:
     engine: Engine
     growth: CacheGrowth
     residency: Residency
+    draining: Draining
     peers: PeerTable
     transfer: TransferThread
     model: WorkThread
@@ -90,6 +95,7 @@ class WorkerParts:
             "blocks_used": counts.used,
             "blocks_quarantined": counts.quarantined,
             "prefix_cache_blocks": counts.cached,
+            "is_draining": int(bool(self.draining.reason)),
             "peers": len(self.peers.ready()),
             **{f"lane {peer.name}": str(peer.lane) for peer in self.peers.ready()},
             **{f"lane_gbps {peer.name}": peer.lane_gbps for peer in self.peers.ready()},
@@ -113,7 +119,8 @@ def serve(
     announcer: Announcer,
     start: StartEngine = start_engine,
 ) -> None:
-    """Start up and run the control loop until a signal. The channel stays the caller's."""
+    """Start up and run the control loop until a signal, or until it has drained. The channel
+    stays the caller's."""
     with contextlib.ExitStack() as undo:
         trace = Trace(options.worker_id, options.trace)
         undo.callback(trace.close)
@@ -135,6 +142,7 @@ def serve(
             parts.residency,
             parts.watermarks,
             made,
+            parts.draining,
             options.worker_id,
             engine.check,
             trace.flush,
@@ -150,9 +158,13 @@ def serve(
             parts.peers.dial(address)
         freeze_heap()
         announcer.ready()
-        with handle_signals(loop.stop):
+        with handle_signals(parts.draining.stop):
             loop.run()
-        parts.peers.farewell("it was told to stop")
+        reason = parts.draining.reason or "it was told to stop"
+        parts.peers.farewell(reason, is_quiet=parts.draining.is_clean)
+        deadline_s = time.monotonic() + FAREWELL_TIMEOUT_S * parts.draining.is_clean
+        while time.monotonic() < deadline_s and not parts.peers.is_alone:
+            loop.turn(0.02)
 
 
 def _metrics_server(options: WorkerOptions, undo: contextlib.ExitStack) -> MetricsServer | None:
@@ -184,6 +196,7 @@ def _assemble(
     peers.where = lambda: RegionsAt(growth.epoch, growth.regions.generation)
     model = WorkThread("model", reports, engine.enter_thread)
     residency = Residency(engine, transfer, growth, peers, trace)
+    draining = Draining(options, peers)
     may_trim = options.kv_commit == "elastic" and engine.size == 1
     steps = ModelSteps(model, residency, may_trim)
     watermarks = Watermarks(options, engine, growth, residency)
@@ -192,6 +205,7 @@ def _assemble(
         engine,
         growth,
         residency,
+        draining,
         peers,
         transfer,
         model,

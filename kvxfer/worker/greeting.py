@@ -9,7 +9,8 @@ refused to who dialled by Reject, by a Welcome that does not fit, or by lanes sl
 | all that it dialled, before any was ready    | it ends: HandshakeRejected names the field |
 | all, as a newer process has taken its place  | the same |
 | some; or all of one that had a ready peer:   | they are GONE, `refused` in Status, and greeted |
-| a peer was started again otherwise           | again, later and later: they may be set right |
+| a peer was started again otherwise; or all   | again, later and later: they may be set right, |
+| of one that a router tells of others         | and others may come |
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Greeting:
     # --- who was dialled ------------------------------------------------------------------------
 
     def _on_hello(self, key: str, hello: Hello) -> None:
+        if self._peers.has_left:
+            return  # our successor, if there is one, will answer
         if hello.wire_version != WIRE_VERSION:
             self._reject(key, HandshakeRejected("wire_version", WIRE_VERSION, hello.wire_version))
         elif hello.facts is None:
@@ -144,12 +147,15 @@ class Greeting:
         refusals = [one.refusal for one in self._peers.dialled()]
         fields = {one.field if one is not None else "" for one in refusals}
         is_replaced = fields == {"incarnation"}
-        if is_replaced or (not self._peers.was_ready and None not in refusals):
+        has_hope = self._peers.was_ready or self._peers.may_find_others or None in refusals
+        if is_replaced or not has_hope:
             raise error
         if is_news:
             address = peer.key.removeprefix("out:")
             logger.warning("%s: %s; it is greeted again, later and later", address, error)
-        self._peers.answer_stranger(peer.key, Goodbye(f"refused: {error}"))  # it may have met us
+        self._peers.answer_stranger(
+            peer.key, Goodbye(f"refused: {error}", False)
+        )  # it may have met us
         self._peers.lose(peer.key, str(error))
         peer.hello_sent_s = time.monotonic()  # not at once
 

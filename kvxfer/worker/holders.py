@@ -65,6 +65,10 @@ class Holders:
             told |= before.epochs
         self._lost[peer.name] = _Lost(incarnation, told)
 
+    def left(self, peer: Peer) -> None:
+        """It was lost by its own word, or ours, that nothing is under way, nor will be."""
+        self._lost.pop(peer.name, None)
+
     def met(self, peer: Peer, facts: WorkerFacts) -> None:
         """A process said who it is: an older one of the same worker is dead, and it may be the one
         whom we greeted before in vain."""

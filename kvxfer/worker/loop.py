@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from kvxfer.control.channel import Channel, Letter
 from kvxfer.control.router_messages import Status, StatusQuery
 from kvxfer.errors import HandshakeRejected, KvxferError, WorkerDied
+from kvxfer.worker.draining import Draining, DrainState
 from kvxfer.worker.growth import CacheGrowth
 from kvxfer.worker.mailbox import Mailbox
 from kvxfer.worker.peers import PeerTable
@@ -33,6 +34,14 @@ class Role(Protocol):
     handlers: dict[type, Handler]
     """Message type → handler(peer key, message)."""
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether somebody waits for an answer of it."""
+
+    @property
+    def is_busy(self) -> bool:
+        """The same, or somebody may still write to blocks that it gave up."""
+
     def tick(self) -> None:
         """Deadlines and whatever else is due; called at least every TICK_S."""
 
@@ -40,7 +49,8 @@ class Role(Protocol):
 
 
 class ControlLoop:
-    """Runs until `stop` or a fatal error. All handlers run in the thread that calls `run`."""
+    """Runs until it has drained, a signal, or a fatal error. All handlers run in the thread that
+    calls `run`."""
 
     def __init__(
         self,
@@ -51,6 +61,7 @@ class ControlLoop:
         residency: Residency,
         watermarks: Watermarks,
         role: Role,
+        draining: Draining,
         worker_id: str,
         check: Callable[[], None] = lambda: None,
         turned: Callable[[], None] = lambda: None,
@@ -67,13 +78,14 @@ class ControlLoop:
         self._worker_id = worker_id
         self._check = check
         self._turned = turned
-        self._stopping = False
+        self._draining = draining
         self._num_misplaced = 0
         self._num_wrong = 0
         self._housekeep_at_s = 0.0
         self._handlers: dict[type, Handler] = {
             **peers.handlers,
             StatusQuery: self._on_status_query,
+            **draining.handlers,
             **residency.handlers,
             **role.handlers,
         }
@@ -83,13 +95,11 @@ class ControlLoop:
         """Have these called, too; before `run`."""
         self._handlers |= handlers
 
-    def stop(self) -> None:
-        """Make `run` return soon. Safe in a signal handler."""
-        self._stopping = True
-
     def run(self) -> None:
-        while not self._stopping:
+        """Until `kvxfer.worker.draining` says that it is over."""
+        while self._draining.state is not DrainState.OVER:
             self.turn(TICK_S)
+            self._draining.tick(self._role.is_serving, self._role.is_busy)
 
     def turn(self, timeout_s: float) -> None:
         """Wait for at most `timeout_s` for something to do, and do all there is."""

@@ -54,6 +54,10 @@ class PeerTable:
         self._peers: dict[str, Peer] = {}
         self.was_ready = False
         """Whether KV could ever flow to or from anybody."""
+        self.has_left = False
+        """Whether this worker only waits for answers to its last words."""
+        self.may_find_others = False
+        """Whether routers tell us whom to dial."""
         self.on_met: Callable[[Peer], None] = lambda peer: None
         """Where both sides try lanes out: one is to be chosen, and `settle` to be called."""
         self.on_ready: Callable[[Peer], None] = lambda peer: None
@@ -70,7 +74,8 @@ class PeerTable:
         """A peer revoked regions, `lowest` their first block in each group: what touches them, or
         lies above, fails."""
         self.on_fenced: Callable[[str], None] = lambda worker_id: None
-        """A worker of this id came back as a new process: the old one can write no more."""
+        """A worker of this id came back as a new process, or left with nothing under way: what was
+        there writes no more."""
 
     def ready(self) -> list[Peer]:
         """Workers (not routers) that KV may flow to or from."""
@@ -103,6 +108,17 @@ class PeerTable:
             raise WireError(f"{key} is no worker that we know")
         return peer
 
+    def require_router(self, key: str) -> Peer:
+        """The router behind `key`, which greeted us. Raises WireError for anybody else."""
+        peer = self._peers.get(key)
+        if peer is None or peer.state is not PeerState.READY or peer.facts is not None:
+            raise WireError(f"{key} is no router that we know")
+        return peer
+
+    def check_dial(self, field: str, address: str) -> None:
+        """Raise UsageError where `dial` would refuse `address`."""
+        self._channel.check_dial(field, address)
+
     def dial(self, address: str) -> None:
         key = self._channel.dial(address)
         self._peers[key] = Peer(key, time.monotonic())
@@ -129,6 +145,11 @@ class PeerTable:
         return self.holders.epochs().union(peer.told_epoch for peer in self.informed())
 
     @property
+    def is_alone(self) -> bool:
+        """Whether nobody is met."""
+        return not any(peer.is_met for peer in self._peers.values())
+
+    @property
     def is_settled(self) -> bool:
         """Whether nobody is being greeted, and no lanes are being tried."""
         between = (PeerState.GREETING, PeerState.MET)
@@ -148,7 +169,24 @@ class PeerTable:
             self._peers[key].last_seen_s = time.monotonic()
 
     def _on_goodbye(self, key: str, goodbye: Goodbye) -> None:
+        peer = self._peers.get(key)
+        if goodbye.is_quiet:
+            self.answer_stranger(key, Goodbye("heard", is_quiet=False))
         self.lose(key, f"it left: {goodbye.reason}", left=True)
+        if peer is not None and peer.facts is not None and goodbye.is_quiet:
+            self.holders.left(peer)
+            self.on_fenced(peer.name)
+
+    def forget(self, key: str, reason: str) -> None:
+        """Leave one that we dialled, with whom nothing is under way: it is told so, and greeted no
+        more."""
+        peer = self._peers[key]
+        if peer.is_met:
+            self.answer_stranger(key, Goodbye(reason, is_quiet=True))
+        self.lose(key, reason, left=True)
+        self.holders.left(peer)
+        del self._peers[key]
+        self._channel.hang_up(key)
 
     # --- life cycle ---------------------------------------------------------------------------
 
@@ -223,11 +261,12 @@ class PeerTable:
         if peer.is_met:
             peer.hello_sent_s = 0.0  # greet again at once; after a failed greeting, in a while
         peer.state = PeerState.GONE
-        peer.acked_generation = 0
+        peer.acked_generation, peer.is_draining = 0, False
         peer.loaded, peer.epoch, peer.regions = (0, 0), 0, RegionSet()
         peer.session += 1
         if peer.facts is not None:
-            logger.warning("peer %s is lost: %s", peer.name, reason)
+            level = logging.INFO if left else logging.WARNING
+            logger.log(level, "peer %s is lost: %s", peer.name, reason)
             self._transfer.disconnect(key, lambda error: logger.warning("%s", error))
         if not key.startswith("out:"):
             del self._peers[key]
@@ -240,13 +279,16 @@ class PeerTable:
     def tick(self) -> None:
         for key in self._transfer.progress.stalled(self._transfer_timeout_s):
             self.lose(key, f"no transfer made progress for {self._transfer_timeout_s:g} s")
-        self._liveness.tick(self._peers.values(), self.where(), self.send, self.lose)
+        if not self.has_left:
+            self._liveness.tick(self._peers.values(), self.where(), self.send, self.lose)
 
-    def farewell(self, reason: str) -> None:
-        """Tell everybody that this worker leaves."""
+    def farewell(self, reason: str, is_quiet: bool = False) -> None:
+        """Tell everybody that this worker leaves; `is_quiet` as in Goodbye, and then nobody is met
+        any more."""
+        self.has_left = is_quiet
         for peer in self._peers.values():
             if peer.is_met:
                 try:
-                    self._channel.send(peer.key, Goodbye(reason))
+                    self._channel.send(peer.key, Goodbye(reason, is_quiet))
                 except ControlError as error:
                     logger.debug("no goodbye to %s: %s", peer.name, error)

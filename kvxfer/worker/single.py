@@ -79,6 +79,9 @@ class SingleWorker:
         if self._parts.residency.refusal:
             self._finish(key, request, "error", self._parts.residency.refusal)
             return
+        if self._parts.draining.reason:
+            self._finish(key, request, "overloaded", self._parts.draining.reason)
+            return
         self._waiting.append((key, request))
         self._pump()
 
@@ -132,6 +135,12 @@ class SingleWorker:
         finished = Finished(request.request_id, reason, error, 0, none, digests, count, 0.0)
         self._parts.metrics.ended(reason)
         self._parts.peers.send(key, finished)
+
+    @property
+    def is_serving(self) -> bool:
+        return self._is_busy or bool(self._waiting)
+
+    is_busy = is_serving
 
     def tick(self) -> None:
         pass

@@ -11,9 +11,9 @@ from kvxfer.control.messages import Goodbye, Heartbeat
 from kvxfer.control.wire import MAX_MESSAGE_BYTES, encode
 from kvxfer.errors import ControlError
 
-KIB_32 = Goodbye("x" * (32 << 10))
+KIB_32 = Goodbye("x" * (32 << 10), False)
 """So large that the kernel's buffers hold few."""
-MIB, MIB_4 = Goodbye("x" * (1 << 20)), Goodbye("x" * (4 << 20))
+MIB, MIB_4 = Goodbye("x" * (1 << 20), False), Goodbye("x" * (4 << 20), False)
 
 
 def hear(channel, count=1, timeout_s=5.0):

@@ -291,7 +291,7 @@ def test_sending_to_who_has_left_raises_control_error(make, listen):
 def test_a_message_that_nobody_would_take_is_not_sent(make):
     server, client, key, _ = connected(make)
     with pytest.raises(WireError):
-        client.send(key, Goodbye("x" * (17 << 20)))
+        client.send(key, Goodbye("x" * (17 << 20), False))
     client.send(key, Cancel("the connection lives"))
     assert poll_until(server, 1)[0].message == Cancel("the connection lives")
 
@@ -337,10 +337,10 @@ def test_poll_waits_as_long_as_it_was_told(make):
 
 def test_close_is_idempotent_and_sends_last_words(make, listen):
     server, client, key, _ = connected(make, listen)
-    client.send(key, Goodbye("last words"))
+    client.send(key, Goodbye("last words", False))
     client.close()
     client.close()
-    assert poll_until(server, 1)[0].message == Goodbye("last words")
+    assert poll_until(server, 1)[0].message == Goodbye("last words", False)
     with pytest.raises(ControlError):
         client.send(key, Heartbeat())
     server.close()

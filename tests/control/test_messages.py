@@ -55,7 +55,7 @@ EXAMPLES = [
     m.Welcome(m.WIRE_VERSION, FACTS, "push"),
     m.Reject("model", "a", "b"),
     m.Heartbeat(),
-    m.Goodbye("bye"),
+    m.Goodbye("bye", False),
     m.RegionsUpdate(4, [Region(1 << 40, 1)], [b"\0\xff"], 0),
     m.RegionsAck(4),
     m.Generate("r", [1, 2], 3, m.Sampling(0.5, 0.9, 2**63), [0], "", True, "00-trace"),
@@ -337,8 +337,8 @@ def test_messages_have_a_bound_on_either_side():
     with pytest.raises(WireError, match="larger than"):
         wire.decode(bytes(wire.MAX_MESSAGE_BYTES + 1))
     with pytest.raises(WireError, match=r"Goodbye of \d+ bytes is larger than"):
-        wire.encode(m.Goodbye("x" * wire.MAX_MESSAGE_BYTES))
-    long = m.Goodbye("x" * (wire.MAX_MESSAGE_BYTES - 100))
+        wire.encode(m.Goodbye("x" * wire.MAX_MESSAGE_BYTES, False))
+    long = m.Goodbye("x" * (wire.MAX_MESSAGE_BYTES - 100), False)
     assert wire.decode(wire.encode(long)) == long
 
 

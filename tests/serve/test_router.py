@@ -8,7 +8,7 @@ from support.cluster import DEADLINE_S, Sent
 from kvxfer.control.channel import Channel
 from kvxfer.control.router_messages import Finished, Token
 from kvxfer.errors import WorkerDied
-from kvxfer.serve import router as router_module
+from kvxfer.serve import fleet as fleet_module
 from kvxfer.serve.router import Router
 
 BEATING = {"peer_timeout_s": 3.0}
@@ -17,7 +17,7 @@ BEATING = {"peer_timeout_s": 3.0}
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(router_module, "HELLO_RETRY_S", 0.1)
+    monkeypatch.setattr(fleet_module, "HELLO_RETRY_S", 0.1)
 
 
 def connect(cluster, *workers, **options):

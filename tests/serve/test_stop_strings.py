@@ -21,7 +21,7 @@ def by_definition(text: str, stops: list[str], includes: bool) -> tuple[str, str
     return text, None
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(st.lists(texts, max_size=12), stop_lists, st.booleans())
 def test_however_text_is_cut_into_tokens_it_ends_where_it_ends(
     parts: list[str], stops: list[str], includes: bool
@@ -37,7 +37,7 @@ def test_however_text_is_cut_into_tokens_it_ends_where_it_ends(
     assert (told, stream.stopped_by) == (expected, by)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(texts, stop_lists)
 def test_no_more_is_held_back_than_a_stop_string_may_need(text: str, stops: list[str]) -> None:
     stream = StopStrings(stops)

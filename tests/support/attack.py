@@ -17,7 +17,7 @@ from support.wrong_messages import WrongMessages
 
 from kvxfer.control.channel import Channel, Letter
 from kvxfer.control.messages import Goodbye, Reject, Welcome
-from kvxfer.control.router_messages import StatusQuery
+from kvxfer.control.router_messages import Prefills, StatusQuery
 from kvxfer.errors import HandshakeRejected
 from kvxfer.serve.completion import Backend, Completion
 from kvxfer.serve.router import Router
@@ -118,6 +118,10 @@ class Attack:
                 Careful(self.decode, as_prefill, wrong, AS_PREFILL[lane], **only),
             ]
         self.decode.peers.dial(peers["xs"].address)
+        addresses = [self.prefill.address, peers["xs"].address]
+        assert self.cluster.router is not None
+        for backend in self.cluster.router.backends:
+            self.cluster.router._channel.send(backend.key, Prefills(addresses))
         key = self.misled._channel.dial(peers["xr"].address)
         self.misled._backends[key] = Backend(key)
         self.asked: Completion | None = None
@@ -179,9 +183,11 @@ class Attack:
             one.turn()
 
     def _tend(self) -> None:
-        """What an operator does. Whoever has a key may put a worker to sleep; and what was granted
-        to a peer that is lost stays quarantined until that peer is known to have ended."""
+        """What an operator does. Whoever has a key may put a worker to sleep, or have it drain; and
+        what was granted to a peer that is lost stays quarantined until that peer is known to have
+        ended."""
         for worker in self.cluster.workers:
+            worker.serve_again()
             if worker.parts.residency.state is ResidencyState.ASLEEP:
                 worker.parts.residency.wake_up(lambda state: None)
         role = self.decode.role
@@ -199,7 +205,7 @@ class Attack:
     def last_words(self) -> None:
         """Of whom the router dialled: what ends its talk with it, and a router that has but one."""
         peer = self.peers["xr"]
-        peer.says(Goodbye("enough"))
+        peer.says(Goodbye("enough", False))
         self.cluster.until(lambda: self._router_heard("Goodbye"))
         peer.says(Reject("model", "ours", "theirs"))
         with pytest.raises(HandshakeRejected):

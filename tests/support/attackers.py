@@ -18,7 +18,7 @@ from kvxfer.control.messages import WIRE_VERSION, Hello
 from kvxfer.control.wire import decode_frame
 from kvxfer.errors import WireError
 
-AS_ROUTER = ("Generate", "Generate", "Cancel", "StatusQuery")
+AS_ROUTER = ("Generate", "Generate", "Cancel", "StatusQuery", "Drain", "Prefills")
 SAY_HELLO_EVERY = 8
 """Messages: one that is wrong costs a peer its session."""
 

@@ -34,6 +34,17 @@ MODEL = "tiny"
 CAPACITY = 512
 MAX_LEN = 1024
 
+LIMITS = Limits(
+    max_concurrent_requests=6,
+    max_body_bytes=100_000,
+    request_head_timeout_s=1.0,
+    request_body_timeout_s=1.0,
+    write_timeout_s=1.0,
+    health_timeout_s=0.4,
+    health_cache_s=0.05,
+)
+"""Short deadlines."""
+
 
 def served_model(**changes: Any) -> ServedModel:
     known = {
@@ -129,7 +140,7 @@ class HttpService:
     def until_idle(self) -> None:
         """Nothing is under way in the front, the router and both workers, and nothing is lost."""
         wait_until(lambda: self.front.num_in_flight == 0, 10, "the front")
-        wait_until(lambda: not self.router._completions, 10, "the router")
+        wait_until(lambda: not self.router._delivery.completions, 10, "the router")
         wait_until(lambda: self.within(self.cluster.idle), 10, "the workers")
         for worker in (self.prefill, self.decode):
             self.within(worker.check_conserved)

@@ -29,6 +29,8 @@ PLAUSIBLE: dict[str, Any] = {
     "prefill": "",
     "stop_token_ids": [],
     "verify": True,
+    "addresses": [],
+    "is_quiet": False,
     "wants_digest": False,
     "digest": None,
     "blocks": [1],

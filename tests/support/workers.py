@@ -31,6 +31,7 @@ from kvxfer.telemetry.trace import Trace
 from kvxfer.transfer.connector import Direction, MemoryWindow
 from kvxfer.transfer.multi import MultiConnector
 from kvxfer.worker import assembly
+from kvxfer.worker.draining import DrainState
 from kvxfer.worker.engine import Engine
 from kvxfer.worker.loop import ControlLoop
 from kvxfer.worker.mailbox import Mailbox
@@ -52,6 +53,7 @@ class IdleRole:
     def __init__(self) -> None:
         self.handlers: dict[type, Any] = {}
         self.num_ticks = 0
+        self.is_serving = self.is_busy = False
 
     def tick(self) -> None:
         self.num_ticks += 1
@@ -178,6 +180,7 @@ class Worker:
             self.parts.residency,
             self.parts.watermarks,
             self.role,
+            self.parts.draining,
             self.options.worker_id,
             turned=self.trace.flush,
         )
@@ -222,6 +225,12 @@ class Worker:
 
     def turn(self, timeout_s: float = 0.0) -> None:
         self.loop.turn(timeout_s)
+
+    def serve_again(self) -> None:
+        """As its next process would, where it drained; and so those that said that they drain."""
+        self.parts.draining.state, self.parts.draining.reason = DrainState.SERVING, ""
+        for peer in self.peers.all():
+            peer.is_draining = False
 
     def is_idle(self) -> bool:
         held = getattr(self.role, "_requests", None) or getattr(self.role, "_jobs", None)

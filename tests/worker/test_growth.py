@@ -189,5 +189,5 @@ def test_a_peer_that_leaves_is_waited_for_no_longer(cluster):
     wire.acks = False
     decode.parts.growth.request([20])
     cluster.until(lambda: bool(wire.of(RegionsUpdate)))
-    wire.send(Goodbye("enough"))
+    wire.send(Goodbye("enough", False))
     cluster.until(grown(decode, 20))

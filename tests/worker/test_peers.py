@@ -190,7 +190,7 @@ def test_messages_for_others_and_from_strangers_are_dropped(cluster):
     prefill, wire = dialled(cluster)
     for message in (
         Cancel("x"),
-        Goodbye("who?"),
+        Goodbye("who?", False),
         RegionsAck(7),
         RegionsUpdate(1, [], [b""], 0),
         Reject("model", "a", "b"),
