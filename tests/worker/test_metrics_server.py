@@ -94,6 +94,8 @@ def test_silent_clients_are_cut_and_bounded(server, reports, monkeypatch):
         one.settimeout(5)
         assert one.recv(1) == b""
         one.close()
+    wait_until(lambda: not server._server._open, 5, "their threads to end")
+    monkeypatch.undo()
     assert ask(server, reports)[0] == 200
 
 
