@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 
+from decode.prefixes import Prefixes
 from decode.receiver import Receiver
 from decode.schedule import AT_PREFILL, QUEUED, DecodeRequest, RequestState
 from kvxfer.cache.footprint import blocks_needed
@@ -71,10 +72,15 @@ class Admission:
     """Requests on their way to blocks. Control thread only."""
 
     def __init__(
-        self, parts: WorkerParts, receiver: Receiver, wants_digest: Callable[[str], bool]
+        self,
+        parts: WorkerParts,
+        receiver: Receiver,
+        wants_digest: Callable[[str], bool],
+        prefixes: Prefixes,
     ) -> None:
         self._parts = parts
         self._receiver = receiver
+        self._prefixes = prefixes
         self._wants_digest = wants_digest
         self._queued: dict[RequestState, Requests] = {state: {} for state in QUEUED}
         self._load: dict[str, Requests] = {}
@@ -156,14 +162,12 @@ class Admission:
 
     def _allocate(self, request: DecodeRequest) -> bool:
         """Give it blocks, or grow where there are too few."""
-        pools = self._parts.engine.pools
         lengths = request.num_prompt_tokens, request.generate.max_new_tokens
         needed = blocks_needed(request.specs, *lengths, step_tokens=1)
-        if not pools.can_allocate(needed):
-            self._parts.growth.request_for(needed)
-            return False
-        request.blocks = pools.allocate(needed)
-        return True
+        lacking = self._prefixes.allocate(request, needed)
+        if lacking:
+            self._parts.growth.request_for(lacking)
+        return not lacking
 
     def _move(self, request: DecodeRequest, state: RequestState) -> None:
         del self._queued[request.state][request.request_id]

@@ -1,10 +1,12 @@
-"""Between the proof that a prompt's KV is here and its first decode step: digests."""
+"""Between the proof that a prompt's KV is here and its first decode step: digests, and only then
+the prefix cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
+from decode.prefixes import Prefixes
 from decode.schedule import DecodeRequest
 from kvxfer.transfer.digest import prompt_digests
 from kvxfer.worker.assembly import WorkerParts
@@ -19,8 +21,10 @@ class Arrival:
         parts: WorkerParts,
         join: Callable[[DecodeRequest], None],
         fail: Callable[[DecodeRequest, str], None],
+        prefixes: Prefixes,
     ) -> None:
         self._parts = parts
+        self._prefixes = prefixes
         self._integrity = Integrity(parts)
         self._join = join
         self._fail = fail
@@ -43,8 +47,8 @@ class Arrival:
         assert request.prefill is not None and request.prefill.facts is not None
         theirs = request.prefill.facts.geometry.specs
         self._integrity.compute(
-            request.prompt_blocks,
-            request.num_prompt_tokens,
+            request.handed_blocks,
+            range(request.num_cached, request.num_prompt_tokens),
             theirs,
             compare,
             lambda error: self._fail(request, str(error)),
@@ -52,6 +56,7 @@ class Arrival:
 
     def _filled(self, request: DecodeRequest) -> None:
         """Only now do the blocks count as filled: digests first, before decode writes to them."""
+        self._prefixes.keep_prompt(request)
         if not request.generate.verify or self._parts.engine.size > 1:
             self._join(request)
             return

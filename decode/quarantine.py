@@ -44,7 +44,8 @@ class Quarantine:
             self._freed()
             return
         request.state = RequestState.ABORTING
-        self._parts.engine.pools.quarantine(request.blocks)
+        self._parts.engine.pools.free(request.shared_blocks)  # nobody was ever to write there
+        self._parts.engine.pools.quarantine(request.own_blocks)
         self._waiting[request.grant_id] = request
         if request.direction is Direction.PUSH and not request.writer_ended:
             self._abort(request, reason)
@@ -64,7 +65,7 @@ class Quarantine:
         if request.writer_ended or pulls:
             request.state = RequestState.ENDED
             del self._waiting[request.grant_id]
-            self._parts.engine.pools.release_quarantined(request.blocks)
+            self._parts.engine.pools.release_quarantined(request.own_blocks)
             self._freed()
 
     def _abort(self, request: DecodeRequest, reason: str) -> None:

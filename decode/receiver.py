@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from decode.schedule import DecodeRequest, RequestState
 from kvxfer.cache.footprint import travelling
 from kvxfer.cache.kv_cache import KVCache
-from kvxfer.cache.pools import reaches
+from kvxfer.cache.pools import Blocks, reaches
 from kvxfer.control.admission_messages import Granted
 from kvxfer.control.messages import Done, Grant, PrefillRequest, Ready, Taken
 from kvxfer.control.resync_messages import GrantQuery
@@ -67,13 +67,16 @@ class Receiver:
         peers: PeerTable,
         regions: Callable[[], RegionSet],
         trace: Trace,
+        check_exclusive: Callable[[Blocks], None],
     ) -> None:
+        """`check_exclusive` raises CacheError for blocks that others than their holder may read."""
         self._cache = cache
         self._size = transfer.size
         self._transfer = transfer
         self._peers = peers
         self._regions = regions
         self._trace = trace
+        self._check_exclusive = check_exclusive
         self.on_failed: Callable[[DecodeRequest, str], None] = lambda request, reason: None
         self.on_quiet: Callable[[DecodeRequest], None] = lambda request: None
         """A read of ours ended on a request that is ABORTING."""
@@ -93,8 +96,8 @@ class Receiver:
         assert peer is not None
         request.asked(now_s)
         timeout_s = max(0.001, request.deadline_s - now_s)
-        blocks = request.prompt_blocks if request.blocks else None
-        grant = Grant(request.grant_id, blocks, timeout_s)
+        blocks = self._named(request) if request.blocks else None
+        grant = Grant(request.grant_id, blocks, timeout_s, request.num_cached)
         self._peers.send(
             peer.key,
             PrefillRequest(
@@ -111,8 +114,15 @@ class Receiver:
         assert request.prefill is not None
         request.state = RequestState.GRANTED
         request.asked(time.monotonic())
-        granted = Granted(request.request_id, request.grant_id, request.prompt_blocks)
-        self._peers.send(request.prefill.key, granted)
+        ids, blocks = (request.request_id, request.grant_id), self._named(request)
+        self._peers.send(request.prefill.key, Granted(*ids, blocks, request.num_cached))
+
+    def _named(self, request: DecodeRequest) -> list[list[int]]:
+        """The blocks that prefill may write to. Raises CacheError for one that holds, or may come
+        to hold, what another request reads: a bug of ours."""
+        blocks = request.handed_blocks
+        self._check_exclusive(blocks)
+        return blocks
 
     def ask_again(self, request: DecodeRequest) -> None:
         """Nothing was heard for a while: one of us may have spoken in vain."""
@@ -146,7 +156,7 @@ class Receiver:
         moves = request.plans.moves(layers)
         assert request.lane is not None
         request.lane = peer.lane_for(request.lane, moves)
-        if request.tokens_read == 0 and not any(request.layers_read):
+        if request.tokens_read == request.num_cached and not any(request.layers_read):
             self._trace.event("transfer_start", request=request.request_id, lane=str(request.lane))
         self._advance(request, ready, layers)
         request.offer_is_final = ready.final
@@ -164,25 +174,27 @@ class Receiver:
     ) -> RankPlans:
         """Of all layers of `tokens`, which come piece by piece. Raises as `read`."""
         assert peer.facts is not None
-        num_prompt = request.num_prompt_tokens
-        wrong = why_not_blocks(peer.facts.geometry, leased, num_prompt)
+        num_prompt, cached = request.num_prompt_tokens, request.num_cached
+        wrong = why_not_blocks(peer.facts.geometry, leased, num_prompt, cached)
         if wrong:
             raise WireError(f"request {request.request_id}: lease: {wrong}")
         geometry, theirs = self._cache.geometry, peer.facts.geometry
         size = peer.facts.tensor_parallel_size
-        source = WorkerSide(theirs, size, peer.regions, leased)
-        target = WorkerSide(geometry, self._size, self._regions(), request.prompt_blocks)
+        source = WorkerSide(theirs, size, peer.regions, leased, cached)
+        regions, blocks = self._regions(), request.handed_blocks
+        target = WorkerSide(geometry, self._size, regions, blocks, cached)
         moved = travelling(geometry.specs, num_prompt, tokens, theirs.specs)
         return RankPlans(source, target, num_prompt, moved)
 
     def _checked_layers(self, request: DecodeRequest, ready: Ready) -> list[range]:
-        """The layers offered. Raises WireError for what no prompt of this length has."""
+        """The layers offered. Raises WireError for what no prompt of this length has, and for what
+        is here and shall not be written again."""
         layers = [range(first, end) for first, end in ready.layers]
         whole = [spec.num_layers for spec in request.specs]
         fits = len(layers) == len(whole) and all(
             0 <= one.start <= one.stop <= end for one, end in zip(layers, whole, strict=True)
         )
-        in_prompt = 0 <= ready.start < ready.stop <= request.num_prompt_tokens
+        in_prompt = request.num_cached <= ready.start < ready.stop <= request.num_prompt_tokens
         if not (in_prompt and fits and any(layers)):
             raise WireError(f"request {request.request_id}: Ready is of no part of the prompt")
         is_last = [one.stop for one in layers] == whole and ready.stop == request.num_prompt_tokens
@@ -220,10 +232,15 @@ class Receiver:
             raise WireError(f"request {request.request_id}: Confirmed before all was read")
 
     def prove_pushed(self, request: DecodeRequest, done: Done) -> None:
-        """Raises WireError unless the grant was used for all tokens of all layers, in all ranks."""
-        covered = (done.grant_id, done.num_tokens, done.num_layers, done.num_ranks)
-        layers = self._cache.geometry.num_layers
-        expected = (request.grant_id, request.num_prompt_tokens, layers, self._size)
+        """Raises WireError unless the grant was used for all tokens but those that were here, of
+        all layers, in all ranks."""
+        tokens = done.num_cached_tokens, done.num_tokens
+        covered = (done.grant_id, *tokens, done.num_layers, done.num_ranks)
+        layers, tokens = (
+            self._cache.geometry.num_layers,
+            (request.num_cached, request.num_prompt_tokens),
+        )
+        expected = (request.grant_id, *tokens, layers, self._size)
         if covered != expected:
             raise WireError(
                 f"request {request.request_id}: Done covers {covered}, expected {expected}"

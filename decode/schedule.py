@@ -88,7 +88,12 @@ class DecodeRequest:
     specs: Sequence[KVCacheSpec] = ()
     """Of the groups of our cache."""
     blocks: list[list[int]] = field(default_factory=list)
-    """Group by group."""
+    """Group by group: those of the first `num_cached` tokens, which others may share and nobody
+    writes to, then those that are this request's alone."""
+    num_cached: int = 0
+    """Tokens whose KV was here before: whole blocks, and not all of the prompt."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Of the prompt's whole blocks; empty where none are cached."""
     prefill: Peer | None = None
     lane: Lane | None = None
     """By which its KV arrives: the last piece did; its direction stays to the end."""
@@ -97,7 +102,7 @@ class DecodeRequest:
     grant_id: str = ""
     reads_in_flight: int = 0
     tokens_read: int = 0
-    """Pull: tokens [0, tokens_read) were offered and their reads submitted."""
+    """Pull: tokens [num_cached, tokens_read) were offered and their reads submitted."""
     layers_read: list[int] = field(default_factory=list)
     """Of the tokens that follow those, layers offered already, group by group."""
     stretch_end: int = 0
@@ -149,9 +154,29 @@ class DecodeRequest:
         return [BlockTable(ids) for ids in self.blocks]
 
     @property
+    def shared_blocks(self) -> list[list[int]]:
+        """Those of the cached tokens."""
+        sizes = [spec.block_size for spec in self.specs]
+        return [ids[: self.num_cached // n] for ids, n in zip(self.blocks, sizes, strict=True)]
+
+    @property
+    def own_blocks(self) -> list[list[int]]:
+        """All others: the prompt's rest, and what decode writes."""
+        pairs = zip(self.blocks, self.shared_blocks, strict=True)
+        return [ids[len(shared) :] for ids, shared in pairs]
+
+    @property
     def prompt_blocks(self) -> list[list[int]]:
-        """Those that the prompt's hand-over has to fill, group by group."""
-        entries = prompt_entries(self.specs, self.num_prompt_tokens)
+        """Those of what is kept of the prompt's KV, group by group."""
+        return self._blocks_from(0)
+
+    @property
+    def handed_blocks(self) -> list[list[int]]:
+        """Those of them that the hand-over has to fill."""
+        return self._blocks_from(self.num_cached)
+
+    def _blocks_from(self, token: int) -> list[list[int]]:
+        entries = prompt_entries(self.specs, self.num_prompt_tokens, token)
         return [table.ids(kept) for table, kept in zip(self.tables, entries, strict=True)]
 
     def is_at(self, peer: Peer) -> bool:

@@ -11,6 +11,7 @@ from decode.arrival import Arrival
 from decode.attempts import next_attempt, why_nowhere
 from decode.decoding import Decoding
 from decode.lane_trials import LaneTrials
+from decode.prefixes import Prefixes
 from decode.quarantine import Quarantine
 from decode.receiver import Receiver
 from decode.schedule import AT_PREFILL, QUEUED, DecodeRequest, RequestState
@@ -40,11 +41,17 @@ class DecodeWorker:
         self._requests: dict[str, DecodeRequest] = {}
         self._look_at_s = 0.0
         self._decoding = Decoding(parts, self._end)
+        self._prefixes = prefixes = Prefixes(parts)
         self._receiver = Receiver(
-            engine.cache, parts.transfer, parts.peers, lambda: parts.growth.regions, parts.trace
+            engine.cache,
+            parts.transfer,
+            parts.peers,
+            lambda: parts.growth.regions,
+            parts.trace,
+            engine.pools.check_exclusive,
         )
-        self._arrival = Arrival(parts, self._decoding.join, self._fail)
-        self._admission = Admission(parts, self._receiver, self._arrival.wants_digest)
+        self._arrival = Arrival(parts, self._decoding.join, self._fail, prefixes)
+        self._admission = Admission(parts, self._receiver, self._arrival.wants_digest, prefixes)
         self._quarantine = Quarantine(parts, self._admission.admit)
         self._receiver.on_failed = self._retry
         self._receiver.on_quiet = self._quarantine.end_if_quiet
@@ -244,6 +251,8 @@ class DecodeWorker:
 
     def _end(self, request: DecodeRequest, reason: str, error: str) -> None:
         if request.blocks:
+            if not error:
+                self._prefixes.keep_output(request)
             self._parts.engine.pools.free(request.blocks)
         request.state = RequestState.ENDED
         del self._requests[request.request_id]
@@ -298,4 +307,5 @@ class DecodeWorker:
     def status(self) -> dict[str, int | float | str]:
         num_requests = len(self._requests) + len(self._quarantine)
         queued = len(self._admission)
-        return {**self._parts.status(), "requests": num_requests, "queued": queued}
+        own = {"requests": num_requests, "queued": queued, **self._prefixes.status()}
+        return {**self._parts.status(), **own}

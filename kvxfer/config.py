@@ -71,8 +71,9 @@ class WorkerOptions:
     max_num_batched_tokens: int = 256
     """Tokens of one prefill chunk; KV streams to decode after each."""
     enable_prefix_caching: bool = True
-    """Prefill: keep the KV of prompts, in whole blocks, until the memory is wanted, and compute of
-    a prompt only what follows its longest beginning that is there. Full and latent attention."""
+    """Keep the KV of prompts, at decode of answers too, in whole blocks until memory is wanted: of
+    a prompt only what follows its longest beginning that is there is computed by prefill, and only
+    what decode lacks is handed over. Full and latent attention."""
     enable_extensible_kv_cache: bool | None = None
     """A cache that grows at the same addresses (default: where the device's driver can)."""
     gpu_memory_utilization: float | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from kvxfer.cache.prefix_cache import why_not_cached
 from kvxfer.control.messages import PrefillRequest
 from kvxfer.control.session import Peer
 from kvxfer.errors import UsageError
@@ -19,7 +20,7 @@ def why_not(request: PrefillRequest, peer: Peer, engine: Engine) -> str:
         return f"prompt of {num_tokens} tokens: this worker takes 1 to {engine.max_model_len}"
     if not 0 <= min(request.tokens) <= max(request.tokens) < engine.info.vocab_size:
         return f"prompt: a token is not in the vocabulary of {engine.info.vocab_size}"
-    if grant.blocks is not None and (wrong := why_not_granted(peer, grant.blocks, num_tokens)):
+    if wrong := why_not_granted(peer, grant.blocks, grant.num_cached_tokens, num_tokens):
         return wrong
     if not 0 < grant.timeout_s < math.inf:
         return f"grant has a timeout of {grant.timeout_s} s"
@@ -30,8 +31,16 @@ def why_not(request: PrefillRequest, peer: Peer, engine: Engine) -> str:
     return ""
 
 
-def why_not_granted(peer: Peer, blocks: list[list[int]], num_tokens: int) -> str:
-    """Why `peer` cannot mean these blocks of its cache, or ''."""
+def why_not_granted(
+    peer: Peer, blocks: list[list[int]] | None, num_cached: int, num_tokens: int
+) -> str:
+    """Why `peer` cannot mean these blocks of its cache, for a prompt of whose `num_tokens` it has
+    the first `num_cached`, or ''. Without blocks none are said to be there."""
     assert peer.facts is not None
-    wrong = why_not_blocks(peer.facts.geometry, blocks, num_tokens)
+    geometry = peer.facts.geometry
+    wrong = why_not_cached(geometry.specs, num_cached, num_tokens)
+    if blocks is not None:
+        wrong = wrong or why_not_blocks(geometry, blocks, num_tokens, num_cached)
+    elif num_cached:
+        wrong = f"num_cached_tokens: {num_cached}, and no blocks"
     return f"grant: {wrong}" if wrong else ""

@@ -6,7 +6,8 @@
 | CALLED       | decode was asked for blocks to write to              | Granted → WAITING       |
 | WAITING      | has decode's blocks, of ours none                    | its turn → COMPUTING    |
 | COMPUTING    | what was cached is handed over; chunks of the rest   | last one → HANDING_OVER |
-|              | are computed, and handed over as they finish         |                         |
+|              | are computed, and handed over as they finish: of     |                         |
+|              | both, what decode has not                            |                         |
 | HANDING_OVER | push: writes in flight; pull: reads under the lease  | proved complete → ENDED |
 |              |                                                      | all: given up → ENDING  |
 | ENDING       | given up; a chunk or writes of ours are not over yet | they are over → ENDED   |
@@ -69,6 +70,8 @@ class PrefillJob:
     state: JobState = JobState.QUEUED
     granted: list[list[int]] = field(default_factory=list)
     """Decode's blocks, once they are named."""
+    handed_from: int = 0
+    """Tokens that decode has: what is handed over begins behind them, wherever our blocks end."""
     blocks: list[list[int]] = field(default_factory=list)
     """Group by group; the first ones may be those of other jobs, or cached."""
     hashes: list[bytes] = field(default_factory=list)
@@ -102,12 +105,19 @@ class PrefillJob:
 
     def __post_init__(self) -> None:
         self.lane = self.peer.lane
-        if self.request.grant.blocks is not None:
-            self.bind(self.request.grant.blocks)
+        grant = self.request.grant
+        if grant.blocks is not None:
+            self.bind(grant.blocks, grant.num_cached_tokens)
 
-    def bind(self, blocks: list[list[int]]) -> None:
-        """The grant is of these blocks: it may start."""
-        self.granted, self.state = blocks, JobState.WAITING
+    def bind(self, blocks: list[list[int]], num_cached_tokens: int) -> None:
+        """The grant is of these blocks, of what follows so many tokens: it may start."""
+        self.granted, self.handed_from = blocks, num_cached_tokens
+        self.state = JobState.WAITING
+
+    @property
+    def handed_over(self) -> range:
+        """The prompt's tokens whose KV decode gets."""
+        return range(self.handed_from, len(self.request.tokens))
 
     @property
     def direction(self) -> Direction | None:

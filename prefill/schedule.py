@@ -5,31 +5,18 @@ States: see `prefill.job`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from kvxfer.cache.footprint import blocks_needed, prompt_chunks
 from kvxfer.cache.pools import BlockPools
-from kvxfer.cache.prefix_cache import PrefixCache, why_no_prefix_cache
+from kvxfer.cache.prefix_cache import PrefixCache
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.cache.table import BlockTable
 from kvxfer.model.runner import SequenceStep
 from kvxfer.model.sampling import SampleSpec
-from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.service_times import ServiceTimes
 from prefill.job import NOT_STARTED, JobState, PrefillJob
 from prefill.queue import JobQueue
-
-logger = logging.getLogger(__name__)
-
-
-def make_prefix_cache(parts: WorkerParts) -> PrefixCache:
-    """On if it is wanted and the model allows; says so where it does not."""
-    specs, is_wanted = parts.engine.specs, parts.options.enable_prefix_caching
-    why_not = why_no_prefix_cache(specs)
-    if is_wanted and why_not:
-        logger.info("prefix cache: off, %s", why_not)
-    return PrefixCache(parts.engine.pools, specs, is_on=is_wanted)
 
 
 class PrefillScheduler:

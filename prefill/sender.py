@@ -49,8 +49,8 @@ class Sender:
     def hand_over(
         self, job: PrefillJob, tokens: range, layers: Sequence[range], timeout_s: float
     ) -> None:
-        """Send the KV of `tokens` in `layers`, group by group, which was just computed, on its way.
-        Raises PlanError, RegionError."""
+        """Send the KV of `tokens`, some that decode lacks, in `layers`, group by group, which was
+        just computed, on its way. Raises PlanError, RegionError."""
         if job.direction is Direction.PUSH:
             self._push(job, tokens, layers)
         else:
@@ -62,7 +62,7 @@ class Sender:
         moves = job.plans.moves(layers)
         assert job.lane is not None
         job.lane = job.peer.lane_for(job.lane, moves)
-        if tokens.start == 0 and not any(one.start for one in layers):
+        if tokens.start == job.handed_from and not any(one.start for one in layers):
             self._trace.event("transfer_start", request=job.request.request_id, lane=str(job.lane))
         job.moves_in_flight += 1
 
@@ -80,9 +80,10 @@ class Sender:
         facts = job.peer.facts
         assert facts is not None
         num_prompt, geometry = len(job.request.tokens), self._cache.geometry
-        source = WorkerSide(geometry, self._size, self._regions(), self.kept(job))
+        cached = job.handed_from
+        source = WorkerSide(geometry, self._size, self._regions(), self.kept(job), cached)
         size = facts.tensor_parallel_size
-        target = WorkerSide(facts.geometry, size, job.peer.regions, job.granted)
+        target = WorkerSide(facts.geometry, size, job.peer.regions, job.granted, cached)
         job.num_ranks_reached = size
         moved = travelling(geometry.specs, num_prompt, tokens, facts.geometry.specs)
         return RankPlans(source, target, num_prompt, moved)
@@ -99,12 +100,14 @@ class Sender:
         self._peers.send(job.peer.key, ready)
 
     def offer_again(self, job: PrefillJob, query: GrantQuery, timeout_s: float) -> None:
-        """What decode was not offered of a prompt that is computed, as its query tells. Raises
-        WireError where that cannot be."""
+        """What decode was not offered of a prompt that is computed, as its query tells: one from
+        before its blocks were named tells of no token. Raises WireError where that cannot be."""
         num_prompt, ends = len(job.request.tokens), self._cache.geometry.specs
         whole = [range(spec.num_layers) for spec in ends]
-        start, end = query.tokens_read, query.stretch_end
-        if not 0 <= start <= num_prompt or (query.layers_read and not start < end <= num_prompt):
+        is_early = query.tokens_read == 0 and not query.layers_read
+        start, end = job.handed_from if is_early else query.tokens_read, query.stretch_end
+        is_inside = job.handed_from <= start <= num_prompt
+        if not is_inside or (query.layers_read and not start < end <= num_prompt):
             raise WireError(f"GrantQuery of tokens [{start}, {end}) of {num_prompt}")
         if query.layers_read:
             if len(query.layers_read) != len(whole) or not all(
@@ -119,7 +122,8 @@ class Sender:
 
     def kept(self, job: PrefillJob) -> list[list[int]]:
         """The blocks of what travels, group by group."""
-        entries = prompt_entries(self._cache.geometry.specs, len(job.request.tokens))
+        tokens, specs = job.handed_over, self._cache.geometry.specs
+        entries = prompt_entries(specs, tokens.stop, tokens.start)
         pairs = zip(job.blocks, entries, strict=True)
         return [BlockTable(blocks).ids(kept) for blocks, kept in pairs]
 
@@ -142,6 +146,7 @@ class Sender:
                 request.request_id,
                 request.grant.grant_id,
                 job.computed,
+                job.handed_from,
                 layers,
                 job.num_ranks_reached,
                 first_token,

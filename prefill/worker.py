@@ -19,11 +19,12 @@ from kvxfer.transfer.connector import Direction
 from kvxfer.worker.assembly import WorkerParts
 from kvxfer.worker.integrity import Integrity
 from kvxfer.worker.loop import Handler
+from kvxfer.worker.prefixes import make_prefix_cache, prefix_status
 from prefill.admission import why_not, why_not_granted
 from prefill.job import NOT_STARTED, JobState, PrefillJob
 from prefill.lane_trials import LaneTrialServer
 from prefill.last_words import LastWords
-from prefill.schedule import PrefillScheduler, make_prefix_cache
+from prefill.schedule import PrefillScheduler
 from prefill.sender import Sender
 from prefill.streaming import LayerStreamer, Written
 
@@ -84,7 +85,7 @@ class PrefillWorker:
         job = PrefillJob(request, peer, time.monotonic() + request.grant.timeout_s)
         if (known := self._jobs.get(job.key)) is not None:
             if request.grant.blocks is not None:
-                self._bind(known, request.grant.blocks)
+                self._bind(known, request.grant.blocks, request.grant.num_cached_tokens)
             return
         if self._last_words.repeat(key, request.grant.grant_id):
             return  # a grant is used once; they ask again since they may not have been heard
@@ -107,17 +108,20 @@ class PrefillWorker:
         if job is None:
             self._last_words.repeat(key, granted.grant_id)
         else:
-            self._bind(job, granted.blocks)
+            self._bind(job, granted.blocks, granted.num_cached_tokens)
 
-    def _bind(self, job: PrefillJob, blocks: list[list[int]]) -> None:
+    def _bind(self, job: PrefillJob, blocks: list[list[int]], num_cached: int) -> None:
         """Decode names its blocks: the same ones, however often it says so. Raises WireError."""
         if job.state is JobState.CALLED:
-            if wrong := why_not_granted(job.peer, blocks, len(job.request.tokens)):
+            if wrong := why_not_granted(job.peer, blocks, num_cached, len(job.request.tokens)):
                 self._give_up(job, wrong)
                 return
-            job.bind(blocks)
+            job.bind(blocks, num_cached)
             self._pump()
-        elif job.state is not JobState.ENDING and blocks != job.granted:
+        elif job.state is not JobState.ENDING and (blocks, num_cached) != (
+            job.granted,
+            job.handed_from,
+        ):
             raise WireError(f"request {job.request.request_id}: blocks that nobody asked for")
 
     def _on_query(self, key: str, query: GrantQuery) -> None:
@@ -210,11 +214,12 @@ class PrefillWorker:
     def _hand_over(
         self, job: PrefillJob, tokens: range, sent: Sequence[int], written: Sequence[int]
     ) -> None:
-        """Layers from `sent` up to `written`, group by group."""
+        """Layers from `sent` up to `written`, group by group, of what decode lacks of `tokens`."""
         if job.state not in (JobState.COMPUTING, JobState.HANDING_OVER):
             return
         layers = [range(*ends) for ends in zip(sent, written, strict=True)]
-        if not any(layers):
+        tokens = range(max(tokens.start, job.handed_from), tokens.stop)
+        if not any(layers) or not tokens:
             return
         try:
             self._sender.hand_over(job, tokens, layers, job.deadline_s - time.monotonic())
@@ -251,8 +256,7 @@ class PrefillWorker:
             self._give_up(job, str(error))
 
         theirs = job.peer.facts.geometry.specs
-        num_prompt = len(job.request.tokens)
-        self._integrity.compute(self._sender.kept(job), num_prompt, theirs, done, failed)
+        self._integrity.compute(self._sender.kept(job), job.handed_over, theirs, done, failed)
 
     def _chunk_failed(self, job: PrefillJob, error: KvxferError) -> None:
         job.chunk_running = False
@@ -313,8 +317,7 @@ class PrefillWorker:
             **self._parts.status(),
             "jobs": len(self._jobs),
             "queued": len(self._scheduler),
-            "prefix_cache_hit_tokens": self._prefix_cache.hit_tokens,
-            "prefix_cache_query_tokens": self._prefix_cache.query_tokens,
+            **prefix_status(self._prefix_cache),
             "handing_over": sum(
                 job.computed > 0 and job.state is not JobState.ENDED for job in self._jobs.values()
             ),

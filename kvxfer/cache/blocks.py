@@ -165,6 +165,17 @@ class BlockAllocator:
         prefix is of use without what follows it, and not the other way round."""
         self._take(self._held, Counter(blocks), "freed")
 
+    def check_exclusive(self, blocks: Iterable[int]) -> None:
+        """Raise CacheError unless each of `blocks` may be written to: one reference, and nobody can
+        come to share it."""
+        for block in blocks:
+            references = self._held.get(block, 0)
+            if references != 1 or block in self._quarantined or block in self._cached:
+                raise CacheError(
+                    f"block {block} is no single caller's to write to: {references} references, "
+                    f"cached: {block in self._cached}, quarantined: {block in self._quarantined}"
+                )
+
     def quarantine(self, blocks: Iterable[int]) -> None:
         """Move the caller's reference to each of `blocks` into the quarantine.
 

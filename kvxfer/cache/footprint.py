@@ -42,10 +42,17 @@ def blocks_needed(specs: Specs, num_prompt: int, num_new: int, step_tokens: int)
     return [spec.blocks_held(n, step_tokens) for spec, n in zip(specs, tokens, strict=True)]
 
 
-def prompt_entries(specs: Specs, num_prompt: int) -> list[range]:
-    """The entries, group by group, that a hand-over of the prompt's KV has to bring."""
+def prompt_entries(specs: Specs, num_prompt: int, num_cached: int = 0) -> list[range]:
+    """The entries, group by group, that a hand-over of the prompt's KV has to bring, where its
+    first `num_cached` tokens are there already."""
     tokens = kv_tokens(specs, num_prompt, 0)
-    return [spec.kept(n) for spec, n in zip(specs, tokens, strict=True)]
+    found = [spec.kept(n) for spec, n in zip(specs, tokens, strict=True)]
+    if not num_cached:
+        return found
+    firsts = [num_cached // spec.block_size for spec in specs]
+    return [
+        range(max(one.start, first), one.stop) for one, first in zip(found, firsts, strict=True)
+    ]
 
 
 def travelling(

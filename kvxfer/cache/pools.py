@@ -65,6 +65,12 @@ class BlockPools:
         for group, ids in zip(self.groups, blocks, strict=True):
             group.free(ids)
 
+    def check_exclusive(self, blocks: Blocks) -> None:
+        """Raise CacheError unless each of `blocks` is held once, and neither cached nor in
+        quarantine: only such may be written to."""
+        for group, ids in zip(self.groups, blocks, strict=True):
+            group.check_exclusive(ids)
+
     def quarantine(self, blocks: Blocks) -> None:
         for group, ids in zip(self.groups, blocks, strict=True):
             group.quarantine(ids)

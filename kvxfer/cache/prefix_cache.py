@@ -1,4 +1,7 @@
-"""KV of prompts that were computed before: the longest known beginning of a new one is taken as is.
+"""KV of prompts that came before: the longest known beginning of a new one is taken as is.
+
+Prefill need not compute it again, and decode need not get it again; each of the two has a cache of
+its own, and neither knows what is in the other's.
 
 A block is found by a hash over its own tokens and all before them (SHA-256: equal hashes count as
 equal tokens), so only whole blocks are ever cached, and a block whose predecessor is gone is found
@@ -32,11 +35,24 @@ def why_no_prefix_cache(specs: Sequence[KVCacheSpec]) -> str:
     return f"its groups have blocks of {sorted(sizes)} tokens" if len(sizes) > 1 else ""
 
 
-def block_hashes(tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """Of each whole block of `tokens`, in order; each stands for all tokens up to its end."""
-    found: list[bytes] = []
-    parent = b""
-    for end in range(block_size, len(tokens) + 1, block_size):
+def why_not_cached(specs: Sequence[KVCacheSpec], num_cached: int, num_prompt: int) -> str:
+    """Why the first `num_cached` tokens of a prompt cannot be in a cache of `specs`, or ''."""
+    if not 0 <= num_cached < max(1, num_prompt):
+        return f"num_cached_tokens: {num_cached} of a prompt of {num_prompt}"
+    if num_cached % specs[0].block_size:
+        return f"num_cached_tokens: {num_cached} are not blocks of {specs[0].block_size}"
+    why = why_no_prefix_cache(specs) if num_cached else ""
+    return f"num_cached_tokens: {num_cached}, where {why}" if why else ""
+
+
+def block_hashes(
+    tokens: Sequence[int], block_size: int, known: Sequence[bytes] = ()
+) -> list[bytes]:
+    """Of each whole block of `tokens`, in order; each stands for all tokens up to its end. `known`
+    are the first ones."""
+    found: list[bytes] = list(known)
+    parent = found[-1] if found else b""
+    for end in range((len(found) + 1) * block_size, len(tokens) + 1, block_size):
         own = array("q", tokens[end - block_size : end])
         parent = hashlib.sha256(parent + own.tobytes()).digest()
         found.append(parent)
@@ -54,12 +70,13 @@ class PrefixCache:
         self._block_size = specs[0].block_size
         self._is_on = is_on and not why_no_prefix_cache(specs)
         self.query_tokens = 0
-        """Of all prompts that began to be computed while it was on."""
+        """Of all prompts that got blocks while it was on."""
         self.hit_tokens = 0
-        """Of those the ones that were not computed."""
+        """Of those the ones whose KV was there."""
 
-    def hashes(self, tokens: Sequence[int]) -> list[bytes]:
-        return block_hashes(tokens, self._block_size) if self._is_on else []
+    def hashes(self, tokens: Sequence[int], known: Sequence[bytes] = ()) -> list[bytes]:
+        """As `block_hashes`; none while it is off."""
+        return block_hashes(tokens, self._block_size, known) if self._is_on else []
 
     def lookup(self, hashes: Sequence[bytes], num_tokens: int) -> list[list[int]]:
         """The blocks of the longest cached beginning, group by group, as many in each. At least
@@ -94,7 +111,8 @@ class PrefixCache:
 
     def insert(self, hashes: Sequence[bytes], blocks: Blocks, computed: range) -> None:
         """The KV of the tokens `computed`, and of all before them, is in the caller's `blocks`,
-        in all layers: whole blocks that end there are kept when the caller has freed them."""
+        in all layers: whole blocks that end there are kept when the caller has freed them. Nobody
+        writes to them any more."""
         entries = range(computed.start // self._block_size, computed.stop // self._block_size)
         for entry in entries[: max(0, len(hashes) - entries.start)]:
             for group, ids in zip(self._pools.groups, blocks, strict=True):

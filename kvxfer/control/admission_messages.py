@@ -23,6 +23,7 @@ class Granted(WireStruct, frozen=True):
     request_id: str
     grant_id: str
     blocks: list[list[int]]
+    num_cached_tokens: int
 
 
 class Busy(WireStruct, frozen=True):

@@ -126,10 +126,13 @@ class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blocks: list[list[int]] | None
     """None: they are named when prefill is about to start (`Starting`, `Granted`)."""
     timeout_s: float
+    num_cached_tokens: int
+    """Decode has the KV of so many of the prompt's first tokens, whole blocks and not all of it:
+    what is handed over, and named, begins behind them. 0 where no blocks are named."""
 
 
 class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A single-use right to read these source blocks, of the same entries as the grant's."""
+    """A single-use right to read these source blocks, of the same tokens as the grant's."""
 
     lease_id: str
     blocks: list[list[int]]
@@ -182,17 +185,20 @@ class Confirmed(WireStruct, frozen=True):
 
 
 class Done(WireStruct, frozen=True):
-    """Push: every write of the KV that `num_tokens` tokens of prompt come to, of all `num_layers`
-    layers of all groups, is visible in each of `num_ranks` ranks."""
+    """Push: every write of the KV that `num_tokens` tokens of prompt come to, but for the first
+    `num_cached_tokens`, of all `num_layers` layers of all groups, is visible in each of `num_ranks`
+    ranks."""
 
     request_id: str
     grant_id: str
     num_tokens: int
+    num_cached_tokens: int
     num_layers: int
     num_ranks: int
     first_token: int
     transfer: TransferStats
     digest: int | None
+    """As in Confirmed."""
 
 
 class Abort(WireStruct, frozen=True):

@@ -36,8 +36,8 @@ class RegionsState(WireStruct, frozen=True):
 
 class GrantQuery(WireStruct, frozen=True):
     """What has become of the grant? `tokens_read`, `layers_read` and `stretch_end` tell, on pull,
-    what was offered so far: all layers of tokens before the first, then some of those up to the
-    last."""
+    what was offered so far, or is not handed over: all layers of tokens before the first, then some
+    of those up to the last."""
 
     request_id: str
     grant_id: str

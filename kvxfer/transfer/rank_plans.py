@@ -49,6 +49,8 @@ class WorkerSide:
     regions: RegionSet
     blocks: Blocks
     """As `transfer.sides.cache_sides` wants them."""
+    num_cached: int = 0
+    """Tokens of the prompt that the target has: `blocks` are of the entries behind them."""
 
     def held(self, rank: int, totals: Sequence[int]) -> list[range]:
         return [head_range(rank, self.size, total) for total in totals]
@@ -58,7 +60,8 @@ class WorkerSide:
     ) -> list[CacheSide]:
         """Group by group, of which the heads `moved` take part."""
         held = self.held(rank, totals)
-        return cache_sides(self.geometry, self.regions, self.blocks, num_prompt, held, moved)
+        named = self.geometry, self.regions, self.blocks, num_prompt
+        return cache_sides(*named, held, moved, self.num_cached)
 
 
 def num_holders(spec: KVCacheSpec, size: int) -> int:

@@ -17,11 +17,12 @@ def checksum_of(
     num_prompt: int,
     theirs: Sequence[KVCacheSpec],
     counts: Sequence[bool],
+    num_cached: int = 0,
 ) -> int:
     """Of what travels to or from a cache of `theirs`, in the groups that count here; all is given
     group by group, `blocks` as `transfer.sides.cache_sides` wants them."""
-    tokens = travelling(specs, num_prompt, range(num_prompt), theirs)
-    entries = prompt_entries(specs, num_prompt)
+    tokens = travelling(specs, num_prompt, range(num_cached, num_prompt), theirs)
+    entries = prompt_entries(specs, num_prompt, num_cached)
     groups = zip(shards, blocks, tokens, entries, counts, strict=True)
     return combined(
         kv_checksum(shard, ids, moved, first_entry=kept.start)

@@ -1,4 +1,8 @@
-"""The digest of a prompt's KV at both ends of a hand-over, where one is asked for."""
+"""The digest of a prompt's KV at both ends of a hand-over, where one is asked for.
+
+Of what is handed over, and not of what decode had before: prefill may have computed that again,
+in chunks that round otherwise.
+"""
 
 from __future__ import annotations
 
@@ -35,19 +39,21 @@ class Integrity:
     def compute(
         self,
         blocks: Blocks,
-        num_prompt: int,
+        tokens: range,
         theirs: Sequence[KVCacheSpec],
         done: Callable[[int], None],
         failed: Callable[[KvxferError], None],
     ) -> None:
         """Of what travels to or from a cache of `theirs`: `blocks` are those of the entries that a
-        hand-over of the prompt brings, group by group. They stay as they are until it is `done`."""
-        self._parts.model.submit(partial(self._digest, blocks, num_prompt, theirs), done, failed)
+        hand-over of `tokens`, all up to the prompt's end, brings, group by group. They stay as they
+        are until it is `done`."""
+        self._parts.model.submit(partial(self._digest, blocks, tokens, theirs), done, failed)
 
-    def _digest(self, blocks: Blocks, num_prompt: int, theirs: Sequence[KVCacheSpec]) -> int:
+    def _digest(self, blocks: Blocks, tokens: range, theirs: Sequence[KVCacheSpec]) -> int:
         group = self._parts.engine.group
         if group is not None:
-            called = [list(ids) for ids in blocks], num_prompt, list(theirs)
+            called = [list(ids) for ids in blocks], tokens.stop, list(theirs), tokens.start
             return combined(group.call("kv_checksum", *called))
         counts = [True] * len(self._specs)
-        return checksum_of(self._shards, self._specs, blocks, num_prompt, theirs, counts)
+        named = blocks, tokens.stop, theirs, counts, tokens.start
+        return checksum_of(self._shards, self._specs, *named)

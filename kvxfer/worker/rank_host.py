@@ -178,14 +178,15 @@ class RankHost:
         return prompt_digests(self.cache, tables, num_prompt)
 
     def kv_checksum(
-        self, blocks: list[list[int]], num_prompt: int, theirs: list[KVCacheSpec]
+        self, blocks: list[list[int]], num_prompt: int, theirs: list[KVCacheSpec], num_cached: int
     ) -> int:
         """Of this rank's heads, as `worker.checksums`; what several ranks hold is the first's."""
         if not self._shards:
             self._shards = self._make_shards()
         rank, size = self.place.rank, self.place.size
         counts = [rank % num_holders(spec, size) == 0 for spec in self._specs]
-        return checksum_of(self._shards, self._specs, blocks, num_prompt, theirs, counts)
+        named = blocks, num_prompt, theirs, counts, num_cached
+        return checksum_of(self._shards, self._specs, *named)
 
     def measure(self, utilization: float, budget_bytes: int) -> RankUsage:
         """What the rank may use and does; options as `UsageMeter.available_bytes`."""

@@ -98,7 +98,7 @@ METHODS: Mapping[str, Method] = {
     ),
     "kv_checksum": Method(
         RankHost.kv_checksum,
-        tuple[list[list[int]], int, list[KVCacheSpec]],
+        tuple[list[list[int]], int, list[KVCacheSpec], int],
         int,
         _MODEL,
         _STEP_S,

@@ -24,6 +24,8 @@ from kvxfer.control.messages import (
 
 both_lanes = pytest.mark.parametrize("lane", ["push", "pull"])
 WHOLE = [(0, SPEC.num_layers)]
+ALL_TRAVELS = {"enable_prefix_caching": False}
+"""A decode worker that has nothing from before: see tests/decode/test_prefix_cache.py."""
 
 
 def serve(cluster, decode, tokens, max_new_tokens=3):
@@ -63,7 +65,9 @@ def take(cluster, wire, *names):
 @both_lanes
 @pytest.mark.parametrize("num_tokens", [1, 4, 5, 8, 9, 16, 19])
 def test_a_prompt_seen_before_has_only_its_end_computed(cluster, lane, num_tokens):
-    prefill, decode = cluster.pair(lane, prefill={"max_num_batched_tokens": 8}, kv_digest="always")
+    prefill, decode = cluster.pair(
+        lane, prefill={"max_num_batched_tokens": 8}, kv_digest="always", decode=ALL_TRAVELS
+    )
     tokens = [(3 * i + 1) % 97 for i in range(num_tokens)]
     first = serve(cluster, decode, tokens)
     cluster.until_idle()
@@ -111,7 +115,7 @@ def test_decode_may_have_blocks_of_another_size(cluster, lane, sizes):
 
 @both_lanes
 def test_layers_of_the_end_travel_while_later_ones_are_computed(cluster, lane):
-    prefill, decode = cluster.pair(lane, prefill={"kv_stream_bytes": 1})
+    prefill, decode = cluster.pair(lane, prefill={"kv_stream_bytes": 1}, decode=ALL_TRAVELS)
     tokens = list(range(15))
     serve(cluster, decode, tokens)
     cluster.until_idle()
@@ -148,7 +152,7 @@ def test_where_it_is_off_every_token_is_computed(cluster, how, caplog):
         prefill, decode = cluster.pair("pull", enable_prefix_caching=how == "model", **changes)
     said = [r.message for r in caplog.records if r.message.startswith("prefix cache: off")]
     assert said == ["prefix cache: off, the model has layers of sliding attention"] * (
-        how == "model"
+        2 * (how == "model")
     )
     for _ in range(2):
         serve(cluster, decode, list(range(18)))

@@ -14,7 +14,7 @@ from prefill.queue import MAX_UNFINISHED, JobQueue
 
 
 def job(peer="one", name="r", blocks=None):
-    request = PrefillRequest(name, [1], Sampling(), Grant(f"{peer}-{name}", blocks, 9.0), False)
+    request = PrefillRequest(name, [1], Sampling(), Grant(f"{peer}-{name}", blocks, 9.0, 0), False)
     return PrefillJob(request, Peer(peer, 0.0), deadline_s=0.0)
 
 
@@ -44,7 +44,7 @@ def test_only_the_next_few_are_called_and_those_without_blocks_are_passed_over()
     assert called == silent[:GRANTS_AHEAD] + other[:GRANTS_AHEAD]
     assert queue.to_call() == []
     assert queue.next() is None
-    other[0].bind([[1]])
+    other[0].bind([[1]], 0)
     assert queue.next() is other[0]
     queue.start(other[0])
     assert queue.to_call() == [other[GRANTS_AHEAD]]
@@ -60,7 +60,7 @@ def test_what_comes_with_blocks_goes_ahead_of_those_that_may_wait_for_them():
     for one in early:
         assert queue.next() is one
         queue.start(one)
-    late[0].bind([[1]])
+    late[0].bind([[1]], 0)
     assert queue.next() is late[0]
     assert len(queue) == len(late)
 
@@ -91,7 +91,7 @@ def test_a_full_queue_is_one_decode_workers_and_removal_makes_room():
 
 def ask_late(wire, name, timeout_s=30.0, tokens=TOKENS):
     """A PrefillRequest without blocks; returns its ids."""
-    grant = Grant(f"grant-{name}", None, timeout_s)
+    grant = Grant(f"grant-{name}", None, timeout_s, 0)
     wire.send(PrefillRequest(name, list(tokens), Sampling(), grant, False))
     return name, grant.grant_id
 
@@ -107,7 +107,7 @@ def test_blocks_are_asked_for_when_the_turn_is_near_and_not_before(cluster):
     prefill.runner.release()
     for index, (name, grant_id) in enumerate(asked):
         cluster.until(lambda: len(wire.of(Starting)) > index)  # noqa: B023
-        wire.send(Granted(name, grant_id, GRANTED))
+        wire.send(Granted(name, grant_id, GRANTED, 0))
     cluster.until(lambda: len(wire.of(Done)) == 5)
     assert [done.request_id for done in wire.of(Done)] == [name for name, _ in asked]
     settled(cluster, prefill)
@@ -124,7 +124,7 @@ def test_a_grant_that_does_not_come_lets_another_decode_worker_go_first(cluster)
     for index in range(10):
         name, grant_id = ask_late(wire, f"quick-{index}")
         cluster.until(lambda: len(wire.of(Starting)) > index)  # noqa: B023
-        wire.send(Granted(name, grant_id, GRANTED))
+        wire.send(Granted(name, grant_id, GRANTED, 0))
         cluster.until(lambda: len(wire.of(Done)) > index, 1.0)  # noqa: B023
     assert len(silent.of(Starting)) == GRANTS_AHEAD
     cluster.until(lambda: len(silent.of(Failed)) == 20)
@@ -153,7 +153,7 @@ def test_a_full_queue_answers_busy_with_an_estimate_and_changes_nothing(cluster)
     assert wire.of(Busy)[1] == busy
     again = ask_late(wire, "again")
     cluster.until(lambda: wire.of(Starting)[-1].request_id == "again")
-    wire.send(Granted(*again, GRANTED))
+    wire.send(Granted(*again, GRANTED, 0))
     cluster.until(lambda: bool(wire.of(Done)))
     settled(cluster, prefill)
 
@@ -163,7 +163,7 @@ def test_blocks_that_decode_cannot_mean_fail_the_request_alone(cluster, blocks):
     prefill, wire = meet(cluster, "push")
     name, grant_id = ask_late(wire, "bad")
     cluster.until(lambda: bool(wire.of(Starting)))
-    wire.send(Granted(name, grant_id, blocks))
+    wire.send(Granted(name, grant_id, blocks, 0))
     cluster.until(lambda: bool(wire.of(Failed)))
     assert wire.of(Failed)[0].reason.startswith("grant: ")
     assert prefill.peers.ready()
@@ -184,10 +184,10 @@ def test_words_of_a_late_grant_that_come_again_change_nothing(cluster):
     assert sorted(called) == sorted(names[:GRANTS_AHEAD] * 2), "none that is queued is called"
     assert prefill.role.status()["jobs"] == len(names)
     for _ in range(2):
-        wire.send(Granted(*names[0], GRANTED))
+        wire.send(Granted(*names[0], GRANTED, 0))
     prefill.runner.release()
     cluster.until(lambda: bool(wire.of(Done)))
-    wire.send(Granted(*names[0], GRANTED))
+    wire.send(Granted(*names[0], GRANTED, 0))
     cluster.until(lambda: len(wire.of(Done)) == 2)
     assert wire.of(Done)[1] == wire.of(Done)[0]
     assert wire.of(GrantUnknown) == []
@@ -201,8 +201,8 @@ def test_other_blocks_for_the_same_grant_cost_the_session(cluster):
     prefill.runner.hold()
     one = ask_late(wire, "one")
     cluster.until(lambda: bool(wire.of(Starting)))
-    wire.send(Granted(*one, GRANTED))
-    wire.send(Granted(*one, [GRANTED[0][::-1]]))
+    wire.send(Granted(*one, GRANTED, 0))
+    wire.send(Granted(*one, [GRANTED[0][::-1]], 0))
     cluster.until(lambda: not prefill.peers.ready())
     prefill.runner.release()
     settled(cluster, prefill)
@@ -215,7 +215,7 @@ def test_blocks_that_nobody_asked_for_cost_the_session(cluster):
         ask_late(wire, str(index))
     cluster.until(lambda: len(wire.of(Starting)) == GRANTS_AHEAD)
     last = GRANTS_AHEAD
-    wire.send(Granted(str(last), f"grant-{last}", GRANTED))
+    wire.send(Granted(str(last), f"grant-{last}", GRANTED, 0))
     cluster.until(lambda: not prefill.peers.ready())
     prefill.runner.release()
     settled(cluster, prefill)
@@ -227,16 +227,16 @@ def test_what_is_given_up_before_it_starts_is_gone_at_once(cluster, state):
     prefill.runner.hold()
     names = [ask_late(wire, str(index)) for index in range(GRANTS_AHEAD + 2)]
     cluster.until(lambda: len(wire.of(Starting)) == GRANTS_AHEAD)
-    wire.send(Granted(*names[0], GRANTED))
+    wire.send(Granted(*names[0], GRANTED, 0))
     cluster.until(lambda: len(wire.of(Starting)) == GRANTS_AHEAD + 1)
     if state is JobState.WAITING:
-        wire.send(Granted(*names[1], GRANTED))
+        wire.send(Granted(*names[1], GRANTED, 0))
     given_up = names[-1] if state is JobState.QUEUED else names[1]
     cluster.until(lambda: prefill.role._jobs[(wire_key(prefill), given_up[1])].state is state)
     wire.send(Abort(*given_up, "enough"))
     cluster.until(lambda: bool(wire.of(Aborted)))
     assert wire.of(Aborted)[0].grant_id == given_up[1]
-    wire.send(Granted(*given_up, GRANTED))  # it crossed the Aborted: nothing comes of it
+    wire.send(Granted(*given_up, GRANTED, 0))  # it crossed the Aborted: nothing comes of it
     for one in names:
         if one != given_up:
             wire.send(Abort(*one, "enough"))

@@ -74,7 +74,7 @@ def test_a_stranger_gets_nothing(cluster):
     prefill, wire = meet(cluster, "push")
     stranger = cluster.wire("decode", worker_id="stranger")
     stranger.dial(prefill)
-    request = PrefillRequest("x", [1], Sampling(), Grant("g", [1], 9), False)
+    request = PrefillRequest("x", [1], Sampling(), Grant("g", [1], 9, 0), False)
     cluster.until(lambda: stranger.says(request))
     cluster.turn_for(0.05)
     assert prefill.runner.num_chunks == 0

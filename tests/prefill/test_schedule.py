@@ -20,7 +20,7 @@ CHUNK = 8
 
 def make_job(num_tokens, name="r"):
     request = PrefillRequest(
-        name, list(range(num_tokens)), Sampling(seed=3), Grant(f"grant-{name}", [], 9.0), False
+        name, list(range(num_tokens)), Sampling(seed=3), Grant(f"grant-{name}", [], 9.0, 0), False
     )
     return PrefillJob(request, Peer("peer", 0.0), deadline_s=0.0)
 

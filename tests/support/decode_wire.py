@@ -44,6 +44,7 @@ def ask(
     timeout_s: float = 30.0,
     grant: str = "",
     sampling: Sampling | None = None,
+    num_cached: int = 0,
 ) -> tuple[str, str]:
     """Send a PrefillRequest; returns its request and grant ids."""
     grant_id = grant or f"grant-{name}"
@@ -52,7 +53,7 @@ def ask(
             name,
             list(tokens),
             sampling or Sampling(),
-            Grant(grant_id, [list(ids) for ids in blocks], timeout_s),
+            Grant(grant_id, [list(ids) for ids in blocks], timeout_s, num_cached),
             False,
         )
     )

@@ -71,6 +71,7 @@ def done(asked: PrefillRequest, **changes: Any) -> Done:
         "request_id": asked.request_id,
         "grant_id": asked.grant.grant_id,
         "num_tokens": NUM_TOKENS,
+        "num_cached_tokens": asked.grant.num_cached_tokens,
         "num_layers": LAYERS,
         "num_ranks": 1,
         "first_token": FIRST,

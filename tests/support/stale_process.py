@@ -134,7 +134,9 @@ class StalePeer:
     def ask(self, tokens: list[int]) -> dict[str, Any]:
         """As decode: have a prompt prefilled, whose KV it never takes."""
         blocks = list(range(4, 4 + -(-len(tokens) // 4)))
-        self.wire.send(PrefillRequest("s", tokens, Sampling(), Grant("g", [blocks], 30.0), False))
+        self.wire.send(
+            PrefillRequest("s", tokens, Sampling(), Grant("g", [blocks], 30.0, 0), False)
+        )
         return {}
 
     def cut_off(self) -> dict[str, Any]:
