@@ -10,7 +10,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvxfer.cache.blocks import BlockAllocator, BlockCounts
 from kvxfer.cache.pools import BlockPools
-from kvxfer.cache.prefix_cache import PrefixCache, block_hashes, why_no_prefix_cache
+from kvxfer.cache.prefix_cache import (
+    PrefixCache,
+    block_hashes,
+    why_no_prefix_cache,
+    why_not_cached,
+)
 from kvxfer.cache.spec import GroupKind, KVCacheSpec
 from kvxfer.errors import BlocksInUse, CacheError, NoFreeBlocks
 
@@ -319,6 +324,52 @@ def test_it_is_off_where_not_every_group_keeps_all(specs, why_not):
     pools = BlockPools(2)
     assert bool(PrefixCache(pools, specs).hashes([1] * 9)) != bool(why_not)
     assert PrefixCache(pools, specs, is_on=False).hashes([1] * 9) == []
+
+
+def test_hashes_go_on_from_those_that_are_known():
+    tokens = list(range(23))
+    hashes = block_hashes(tokens, 4)
+    for count in range(6):
+        assert block_hashes(tokens, 4, hashes[:count]) == hashes
+
+
+@pytest.mark.parametrize(
+    ("specs", "num_cached", "num_prompt", "why_not"),
+    [
+        ((FULL, MLA), 0, 9, ""),
+        ((FULL, MLA), 8, 9, ""),
+        ((FULL, MLA), 8, 8, "8 of a prompt of 8"),
+        ((FULL, MLA), 10, 9, "10 of a prompt of 9"),
+        ((FULL, MLA), -2, 9, "-2 of a prompt of 9"),
+        ((FULL, MLA), 3, 9, "3 are not blocks of 2"),
+        ((FULL, MLA), 0, 0, ""),
+        ((KVCacheSpec(1, 1, 8, 8, "float32", N, GroupKind.SLIDING, 6),), 0, 9, ""),
+        ((KVCacheSpec(1, 1, 8, 8, "float32", N, GroupKind.SLIDING, 6),), 2, 9, "sliding"),
+    ],
+)
+def test_how_much_of_a_prompt_another_cache_can_have(specs, num_cached, num_prompt, why_not):
+    found = why_not_cached(specs, num_cached, num_prompt)
+    assert why_not in found
+    assert bool(found) == bool(why_not)
+
+
+def test_only_what_one_caller_holds_and_nobody_can_find_may_be_written_to():
+    pools = BlockPools(2)
+    pools.grow([6, 6])
+    held = pools.allocate([3, 3])
+    pools.check_exclusive(held)
+    pools.groups[1].cache(held[1][2], KEYS[0])
+    with pytest.raises(CacheError, match=f"block {held[1][2]} .*cached: True"):
+        pools.check_exclusive(held)
+    pools.check_exclusive([held[0], held[1][:2]])
+    pools.share([held[0][:1], []])
+    with pytest.raises(CacheError, match="2 references"):
+        pools.check_exclusive([held[0], []])
+    pools.quarantine([held[0][:1], []])
+    with pytest.raises(CacheError, match="quarantined: True"):
+        pools.check_exclusive([held[0], []])
+    with pytest.raises(CacheError, match="0 references"):
+        pools.check_exclusive([[5], []])
 
 
 def test_what_a_peer_may_still_write_to_is_not_cached():

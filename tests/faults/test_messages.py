@@ -76,7 +76,7 @@ def test_messages_are(kind: str, proxied: Proxied, counts: dict[str, Counter[str
         proxy.faults = KINDS[kind]
     for _ in range(num_rounds):
         for index in range(6):
-            asked = service.ask(num_tokens=(12, 28)[index % 2])
+            asked = service.ask((12, 28)[index % 2], num_common=(0, 0, 8, 22)[index % 4])
             if index == 5:
                 service.listen(0.01)
                 service.cancel(asked)

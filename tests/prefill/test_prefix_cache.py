@@ -5,12 +5,13 @@ import dataclasses
 import logging
 
 import pytest
-from support.decode_wire import GRANTED, OTHER_TOKENS, TOKENS, ask, meet, settled
+from support.decode_wire import GRANTED, OTHER_TOKENS, TOKENS, ask, greet, meet, settled
 from support.null_runner import Reference
 from support.workers import SPEC
 
 from kvxfer.cache.prefix_cache import block_hashes
 from kvxfer.cache.spec import GroupKind
+from kvxfer.control.admission_messages import Granted, Starting
 from kvxfer.control.messages import (
     Abort,
     Aborted,
@@ -21,6 +22,7 @@ from kvxfer.control.messages import (
     Ready,
     Taken,
 )
+from kvxfer.control.resync_messages import GrantQuery
 
 both_lanes = pytest.mark.parametrize("lane", ["push", "pull"])
 WHOLE = [(0, SPEC.num_layers)]
@@ -206,6 +208,109 @@ def test_blocks_under_two_leases_stay_until_both_are_over(cluster):
     cluster.turn_for(0.05)
     assert offers(wire, "third") == [], "it waits: nothing that is leased is evicted"
     take(cluster, wire, "second", "third")
+    settled(cluster, prefill)
+
+
+# --- what decode has ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_cached", [4, 8, 16])
+def test_what_decode_has_is_not_written(cluster, num_cached):
+    """Chunks of 8 tokens, the first of which may have none, or some, that are handed over."""
+    prefill, wire = meet(cluster, "push")
+    ask(wire, "whole")
+    cluster.until(lambda: len(wire.of(Done)) == 1)
+    blocks = [8, 2, 6, 4, 10][num_cached // 4 :]
+    for view in wire.cache.views[0]:
+        view[[8, 2, 6, 4, 10]] = -1.0
+    ask(wire, "rest", blocks=[blocks], num_cached=num_cached)
+    cluster.until(lambda: len(wire.of(Done)) == 2)
+    settled(cluster, prefill)
+    whole, rest = wire.of(Done)
+    assert (whole.num_cached_tokens, rest.num_cached_tokens) == (0, num_cached)
+    assert rest.num_tokens == 18
+    assert rest.transfer.num_bytes * 18 == whole.transfer.num_bytes * (18 - num_cached)
+    for view in wire.cache.views[0]:
+        assert (view[blocks[:-1]] == view[GRANTED[0][num_cached // 4 : 4]]).all()
+        assert (view[10][:, :2] == view[GRANTED[0][4]][:, :2]).all()
+        assert (view[[8, 2, 6, 4, 10][: num_cached // 4]] == -1.0).all()
+
+
+def late(cluster, wire, name="r"):
+    """Asked for without blocks, and called: its ids."""
+    ids = ask(wire, name, blocks=None)
+    cluster.until(lambda: any(one.grant_id == ids[1] for one in wire.of(Starting)))
+    return ids
+
+
+def test_what_decode_has_is_not_offered_whoever_asks(cluster):
+    """A query from before the blocks were named tells of no token, and may come late."""
+    prefill, wire = meet(cluster, "pull")
+    ids = late(cluster, wire)
+    wire.send(Granted(*ids, [[5, 11]], 12))
+    (first, rest) = offered(cluster, wire, "r")
+    assert [(one.start, one.stop) for one in (first, rest)] == [(12, 16), (16, 18)]
+    assert [len(one.lease.blocks[0]) for one in (first, rest)] == [2, 2]
+    wire.send(Granted(*ids, [[5, 11]], 12))
+    wire.send(GrantQuery(*ids, 0, [], 0))
+    cluster.until(lambda: len(offers(wire, "r")) == 3)
+    again = offers(wire, "r")[2]
+    assert (again.start, again.stop, again.final, again.lease.blocks) == (
+        12,
+        18,
+        True,
+        first.lease.blocks,
+    )
+    take(cluster, wire, "r")
+    assert prefill.peers.ready()
+    settled(cluster, prefill)
+
+
+@pytest.mark.parametrize("read", [(4, [], 0), (8, [1], 16), (0, [1], 8)])
+def test_a_query_for_what_decode_has_is_refused(cluster, read):
+    prefill, wire = meet(cluster, "pull")
+    ids = ask(wire, blocks=[[5, 11]], num_cached=12)
+    offered(cluster, wire, "r")
+    wire.send(GrantQuery(*ids, *read))
+    cluster.until(lambda: not prefill.peers.ready())
+    assert len(offers(wire, "r")) == 2
+    settled(cluster, prefill)
+
+
+@pytest.mark.parametrize("granted", [([[5, 11]], 8), ([[5, 11]], 13), ([[]], 18), ([[5]], -1)])
+def test_a_late_grant_that_cannot_be_ends_its_request_alone(cluster, granted):
+    prefill, wire = meet(cluster, "push")
+    ids = late(cluster, wire)
+    wire.send(Granted(*ids, *granted))
+    cluster.until(lambda: bool(wire.of(Failed)))
+    assert "grant: " in wire.of(Failed)[0].reason
+    assert prefill.peers.ready()
+    settled(cluster, prefill)
+
+
+@pytest.mark.parametrize("again", [([[5, 11]], 8), ([[5, 11]], 0), ([[11, 5]], 12)])
+def test_a_grant_stays_what_it_was(cluster, again):
+    prefill, wire = meet(cluster, "push")
+    prefill.runner.hold()
+    ids = late(cluster, wire)
+    wire.send(Granted(*ids, [[5, 11]], 12))
+    wire.send(Granted(*ids, *again))
+    cluster.until(lambda: not prefill.peers.ready())
+    prefill.runner.release()
+    cluster.turn_for(0.02)
+    assert wire.of(Done) == []
+    settled(cluster, prefill)
+
+
+def test_a_peer_whose_model_has_windows_has_no_beginning(cluster):
+    window = dataclasses.replace(SPEC, kind=GroupKind.SLIDING, window=6)
+    prefill = cluster.add("prefill", engine={"specs": (SPEC, window)})
+    wire = cluster.wire("decode", engine={"specs": (SPEC, window)})
+    wire.dial(prefill)
+    greet(cluster, wire)
+    ask(wire, blocks=[[1], [2, 3]], num_cached=16)
+    cluster.until(lambda: bool(wire.of(Failed)))
+    assert "layers of sliding attention" in wire.of(Failed)[0].reason
     settled(cluster, prefill)
 
 

@@ -40,7 +40,7 @@ def ask(
     wire: WirePeer,
     name: str = "r",
     tokens: Sequence[int] = TOKENS,
-    blocks: Sequence[Sequence[int]] = GRANTED,
+    blocks: Sequence[Sequence[int]] | None = GRANTED,
     timeout_s: float = 30.0,
     grant: str = "",
     sampling: Sampling | None = None,
@@ -48,12 +48,13 @@ def ask(
 ) -> tuple[str, str]:
     """Send a PrefillRequest; returns its request and grant ids."""
     grant_id = grant or f"grant-{name}"
+    named = None if blocks is None else [list(ids) for ids in blocks]
     wire.send(
         PrefillRequest(
             name,
             list(tokens),
             sampling or Sampling(),
-            Grant(grant_id, [list(ids) for ids in blocks], timeout_s, num_cached),
+            Grant(grant_id, named, timeout_s, num_cached),
             False,
         )
     )

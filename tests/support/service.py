@@ -180,9 +180,17 @@ class Service:
 
     # --- requests -----------------------------------------------------------------------------
 
-    def ask(self, num_tokens: int = 20, max_new_tokens: int = 5, router: str = "router") -> Asked:
+    def ask(
+        self,
+        num_tokens: int = 20,
+        max_new_tokens: int = 5,
+        router: str = "router",
+        num_common: int = 0,
+    ) -> Asked:
+        """A random prompt; its first `num_common` tokens are the same ones in all."""
         name = str(next(self._names))
         tokens = [self._random.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
+        tokens[:num_common] = range(num_common)
         reference = Reference([SPEC], tokens, max_new_tokens)
         self.asked[name] = Asked(name, tokens, max_new_tokens, reference, router=router)
         self._tell(router, do="submit", id=name, tokens=tokens, max_new_tokens=max_new_tokens)
