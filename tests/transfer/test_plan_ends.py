@@ -45,8 +45,8 @@ def two_ends(draw):
 class End:
     """A cache with a prompt's blocks named, whole and in one region a group."""
 
-    def __init__(self, specs, num_prompt, draw):
-        entries = prompt_entries(specs, num_prompt)
+    def __init__(self, specs, num_prompt, draw, num_cached=0):
+        entries = prompt_entries(specs, num_prompt, num_cached)
         capacities = [len(kept) + 2 for kept in entries]
         self.geometry = CacheGeometry.build(specs, [draw(layouts) for _ in specs], capacities, 8)
         self.blocks = [
@@ -58,7 +58,10 @@ class End:
             for kept, ids in zip(entries, self.blocks, strict=True)
         ]
         bounds = [Region(group.offset, group.total_bytes) for group in self.geometry.groups]
-        self.sides = cache_sides(self.geometry, RegionSet(tuple(bounds)), self.blocks, num_prompt)
+        regions = RegionSet(tuple(bounds))
+        named = self.geometry, regions, self.blocks, num_prompt
+        self.sides = cache_sides(*named, num_cached=num_cached)
+        assert why_not_blocks(self.geometry, self.blocks, num_prompt, num_cached) == ""
 
     def places(self, group, tokens):
         return bytes_of(
@@ -85,6 +88,46 @@ def test_what_a_later_token_sees_arrives_once_from_what_both_ends_hold(
         seen = range(min(spec.first_seen(length), length), length)
         to, at = target.places(group, seen), source.places(group, seen)
         assert [origins[byte] for byte in to.tolist()] == at.tolist()
+
+
+@settings(BUDGET, max_examples=40)
+@given(
+    sizes=st.sampled_from([(4, 4), (4, 16), (16, 4), (2, 6)]),
+    num_prompt=st.integers(1, 60),
+    chunk=st.integers(1, 60),
+    data=st.data(),
+)
+def test_behind_what_is_there_every_byte_arrives_once_and_no_other(sizes, num_prompt, chunk, data):
+    """What is there are whole blocks of the target's, which may end inside one of the source's."""
+    specs = [
+        [
+            KVCacheSpec(2, 2, 1, 1, "float16", size),
+            KVCacheSpec(2, 1, 2, 0, "float16", size, GroupKind.MLA),
+        ]
+        for size in sizes
+    ]
+    num_cached = sizes[1] * data.draw(st.integers(0, (num_prompt - 1) // sizes[1]))
+    source, target = (End(one, num_prompt, data.draw, num_cached) for one in specs)
+    moved = [[], []]
+    for computed in prompt_chunks(specs[0], num_prompt, chunk):
+        left = range(max(computed.start, num_cached), computed.stop)
+        if left:
+            tokens = travelling(specs[0], num_prompt, left, specs[1])
+            runs = bytes_of_runs(plan_groups(source.sides, target.sides, tokens).runs)
+            for column, found in zip(moved, runs, strict=True):
+                column += found.tolist()
+    origins = dict(zip(moved[1], moved[0], strict=True))
+    assert len(origins) == len(moved[1])
+    expected = {}
+    for group in range(2):
+        kept = range(num_cached, num_prompt)
+        heads = range(specs[0][group].num_kv_heads)
+        ends = [
+            bytes_of(end.geometry.groups[group], end.tables[group], kept, heads, range(2)).ravel()
+            for end in (target, source)
+        ]
+        expected |= dict(zip(*(one.tolist() for one in ends), strict=True))
+    assert origins == expected
 
 
 def test_the_later_of_two_starts_is_where_a_window_begins_to_travel():

@@ -245,7 +245,7 @@ def test_the_blocks_of_a_hand_over_are_those_of_the_kept_entries():
     [[], [GOOD[0]], [*GOOD, []], [GOOD[0], [5]], [GOOD[0], [5, 1, 2]], [[1, 2, 3, 4], [5, 1]]],
 )
 def test_other_numbers_of_blocks_are_refused(blocks):
-    assert "20 tokens" in why_not_blocks(GEOMETRY, blocks, 20)
+    assert "tokens [0, 20)" in why_not_blocks(GEOMETRY, blocks, 20)
     with pytest.raises(PlanError, match="blocks are named"):
         cache_sides(GEOMETRY, RegionSet(), blocks, 20)
 
