@@ -60,6 +60,7 @@ PLAUSIBLE: dict[str, Any] = {
     "tombstone_bytes": 0,
     "pinned_bytes": 0,
     "worker_id": "w",
+    "addresses": ["tcp://127.0.0.1:1"],
     "values": {"a": 1, "b": "c"},
     "field": "model",
     "ours": "a",
