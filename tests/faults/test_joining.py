@@ -128,9 +128,9 @@ def test_sigterm_drains_for_as_long_as_told_and_a_second_one_ends_it(host):
     last = host.submit(max_new_tokens=300)
     host.until(lambda: last.output)
     assert last.backend.name == "decode-1"
-    for _ in range(2):
-        host.processes["decode-1"].send(signal.SIGTERM)
-        time.sleep(0.1)
+    host.processes["decode-1"].send(signal.SIGTERM)
+    host.until(lambda: last.backend.state is BackendState.DRAINING)
+    host.processes["decode-1"].send(signal.SIGTERM)
     host.until(lambda: last.finished is not None)
     assert host.ended("decode-1") == 0
     assert last.finished.reason == "error"
