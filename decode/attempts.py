@@ -15,12 +15,16 @@ MAX_ATTEMPTS = 3
 
 def next_attempt(request: DecodeRequest, ready: Sequence[Peer]) -> DecodeRequest | None:
     """The request begun anew, to wait for a grant of its own; None where it was tried often enough,
-    late, or everywhere. Its deadline, and what its router was told, stay."""
+    late, or everywhere. Its deadline, and what its router was told, stay. One that a worker gives
+    back because it drains was not tried there: it waits for another one, should there be none."""
     if request.state not in AT_PREFILL or request.is_cancelled:
         return None
     if request.attempt >= MAX_ATTEMPTS or time.monotonic() > request.deadline_s:
         return None
     again = request.again()
+    if request.prefill is not None and request.prefill.is_draining:
+        again.attempt, again.tried = request.attempt, request.tried
+        return again
     return again if choose_prefill(again, ready, {}) is not None else None
 
 

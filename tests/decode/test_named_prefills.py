@@ -1,5 +1,7 @@
 """The prefill workers that routers name: dialled, left when nothing is under way, bounded."""
 
+import time
+
 import pytest
 
 from decode import named_prefills
@@ -179,3 +181,22 @@ def test_one_that_drains_by_its_own_word_is_asked_for_nothing_new(cluster, two):
         cluster.finish(sent)
         sent.check_equal()
     assert first.runner.num_chunks == 0
+
+
+def test_what_a_draining_prefill_worker_gives_back_waits_for_another(cluster, two):
+    """It was asked before its word was heard, and nobody else is there yet."""
+    first, second, decode = two
+    first.parts.draining.begin("soon")
+    sent = cluster.send(decode)
+    time.sleep(0.05)
+    cluster.until(lambda: any(one.prefill for one in decode.role._requests.values()))
+    (peer,) = decode.peers.ready()
+    assert peer.is_draining
+    cluster.until(lambda: not any(one.prefill for one in decode.role._requests.values()))
+    cluster.turn_for(0.05)
+    assert sent.finished is None
+    assert first.role.status()["jobs"] == 0
+    name(cluster, second.address)
+    cluster.finish(sent)
+    sent.check_equal()
+    cluster.until_idle()

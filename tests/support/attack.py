@@ -152,7 +152,8 @@ class Attack:
             worker.channel.send = tapped  # type: ignore[method-assign]
         self.serve()
         peer = self.peers["xs"]
-        for message in (*examples(), peer.welcome("push"), peer.hello()):
+        nowhere = Prefills(["tcp://127.0.0.1:9#xd"])
+        for message in (*examples(), nowhere, peer.welcome("push"), peer.hello()):
             self.wrong.learn(message)
 
     def serve(self) -> None:
