@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fork_server import ForkServer
 
 ROOT = Path(__file__).parent.parent
 WORKER_MODULES = ("prefill", "decode", "kvxfer.worker.single", "kvxfer.worker.rank_process")
@@ -110,3 +111,9 @@ def leaves_nothing_behind() -> Iterator[None]:
     yield
     assert worker_processes() <= processes
     assert shared_memory() <= memory
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer() as server:
+        yield server

@@ -13,20 +13,29 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
+from support.commands import Finished
+
 TESTS = Path(__file__).parent.parent
 START_TIMEOUT_S = 60.0
 MAX_BYTES = 1 << 16
+PREPARED = (
+    *("connectors.nixl", "connectors.peer", "decode.worker", "prefill.worker"),
+    *("kvxfer.cli", "kvxfer.demo.run", "kvxfer.serve.prompts"),
+)
+"""What children need not import."""
 
 
 class ForkServer:
@@ -62,6 +71,23 @@ class ForkServer:
         answer: int = self._ask({"do": "fork", **order}, [log, told])["pid"]
         return answer
 
+    def run(self, module: str, *arguments: str, timeout_s: float = 60.0) -> Finished:
+        """`python -m MODULE ARGUMENTS…` in a process of its own, but for the time of its imports."""
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            order = {"command": [module, *arguments]}
+            pid = self.fork(order, out.fileno(), err.fileno())
+            try:
+                code = self.wait(pid, timeout_s)
+            except TimeoutError:
+                os.kill(pid, signal.SIGKILL)
+                self.wait(pid, timeout_s)
+                raise
+            texts = []
+            for file in (out, err):
+                file.seek(0)
+                texts.append(file.read().decode())
+        return Finished(code, *texts)
+
     def wait(self, pid: int, timeout_s: float) -> int:
         """Its exit code (-N: signal N), once. Raises TimeoutError."""
         deadline = time.monotonic() + timeout_s
@@ -87,7 +113,7 @@ class ForkServer:
 def main(fd: int) -> None:
     import support.null_process
 
-    for name in ("connectors.nixl", "connectors.peer", "decode.worker", "prefill.worker"):
+    for name in PREPARED:
         importlib.import_module(name)
     _load_transport()
     gc.collect()
@@ -106,7 +132,8 @@ def main(fd: int) -> None:
                 pid = os.fork()
                 if not pid:
                     told.close()
-                    _run(support.null_process.run_child, order, fds)
+                    is_command = "command" in order
+                    _run(run_command if is_command else support.null_process.run_child, order, fds)
                 answer = {"pid": pid}
             for one in fds:
                 os.close(one)
@@ -121,6 +148,20 @@ def _load_transport() -> None:
     plugin = bindings.parent.with_suffix(".libs") / "nixl" / "libplugin_UCX.so"
     if plugin.exists():
         ctypes.CDLL(str(plugin))
+
+
+def run_command(order: dict[str, Any], fds: list[int]) -> int:
+    """In the forked child: as a user's shell would start it."""
+    for fd, target in zip(fds, (1, 2), strict=True):
+        os.dup2(fd, target)
+    module, *sys.argv[1:] = order["command"]
+    sys.modules.pop(module, None)  # a program is not what was imported before it
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as error:
+        assert error.code is None or isinstance(error.code, int), error.code
+        return error.code or 0
+    return 0
 
 
 def _run(body: Any, order: dict[str, Any], fds: list[int]) -> None:
