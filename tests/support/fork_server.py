@@ -13,7 +13,6 @@ import gc
 import importlib
 import json
 import os
-import runpy
 import select
 import signal
 import socket
@@ -27,15 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from support.commands import Finished
+from support.forked import PREPARED, run_command
 
 TESTS = Path(__file__).parent.parent
 START_TIMEOUT_S = 60.0
 MAX_BYTES = 1 << 16
-PREPARED = (
-    *("connectors.nixl", "connectors.peer", "decode.worker", "prefill.worker"),
-    *("kvxfer.cli", "kvxfer.demo.run", "kvxfer.serve.prompts"),
-)
-"""What children need not import."""
 
 
 class ForkServer:
@@ -71,22 +66,18 @@ class ForkServer:
         answer: int = self._ask({"do": "fork", **order}, [log, told])["pid"]
         return answer
 
+    def start(self, module: str, *arguments: str, log: Path | None = None) -> ForkedCommand:
+        """`python -m MODULE ARGUMENTS…` in a process of its own; its output goes to `log`."""
+        return ForkedCommand(self, [module, *arguments], log)
+
     def run(self, module: str, *arguments: str, timeout_s: float = 60.0) -> Finished:
-        """`python -m MODULE ARGUMENTS…` in a process of its own, but for the time of its imports."""
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            order = {"command": [module, *arguments]}
-            pid = self.fork(order, out.fileno(), err.fileno())
-            try:
-                code = self.wait(pid, timeout_s)
-            except TimeoutError:
-                os.kill(pid, signal.SIGKILL)
-                self.wait(pid, timeout_s)
-                raise
-            texts = []
-            for file in (out, err):
-                file.seek(0)
-                texts.append(file.read().decode())
-        return Finished(code, *texts)
+        """As `start`, to its end."""
+        command = self.start(module, *arguments)
+        try:
+            out, err = command.communicate(timeout_s)
+        finally:
+            command.kill()
+        return Finished(command.wait(0.0), out, err)
 
     def wait(self, pid: int, timeout_s: float) -> int:
         """Its exit code (-N: signal N), once. Raises TimeoutError."""
@@ -108,6 +99,53 @@ class ForkServer:
             socket.send_fds(self._socket, [json.dumps(order).encode()], fds)
             answer: dict[str, Any] = json.loads(self._socket.recv(MAX_BYTES))
         return answer
+
+
+class ForkedCommand:
+    """As a Popen whose output is text in files."""
+
+    def __init__(self, server: ForkServer, command: list[str], log: Path | None) -> None:
+        self._server = server
+        self.returncode: int | None = None
+        self._texts: list[str] = []
+        with contextlib.ExitStack() as undo:
+            if log is not None:
+                self._out = self._err = undo.enter_context(log.open("wb+"))
+            else:
+                self._out, self._err = (
+                    undo.enter_context(tempfile.TemporaryFile()) for _ in range(2)
+                )
+            fds = self._out.fileno(), self._err.fileno()
+            self.pid = server.fork({"command": command}, *fds)
+            self._undo = undo.pop_all()
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            with contextlib.suppress(TimeoutError):
+                self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Raises TimeoutError."""
+        if self.returncode is None:
+            self.returncode = self._server.wait(self.pid, timeout)
+        return self.returncode
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """What it wrote, once it has ended."""
+        self.wait(timeout)
+        with self._undo:
+            for file in (self._out, self._err)[len(self._texts) :]:
+                file.seek(0)
+                self._texts.append(file.read().decode())
+        return self._texts[0], self._texts[1]
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def main(fd: int) -> None:
@@ -133,7 +171,7 @@ def main(fd: int) -> None:
                 if not pid:
                     told.close()
                     is_command = "command" in order
-                    _run(run_command if is_command else support.null_process.run_child, order, fds)
+                    _run(_command if is_command else support.null_process.run_child, order, fds)
                 answer = {"pid": pid}
             for one in fds:
                 os.close(one)
@@ -150,18 +188,12 @@ def _load_transport() -> None:
         ctypes.CDLL(str(plugin))
 
 
-def run_command(order: dict[str, Any], fds: list[int]) -> int:
-    """In the forked child: as a user's shell would start it."""
+def _command(order: dict[str, Any], fds: list[int]) -> int:
     for fd, target in zip(fds, (1, 2), strict=True):
         os.dup2(fd, target)
-    module, *sys.argv[1:] = order["command"]
-    sys.modules.pop(module, None)  # a program is not what was imported before it
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as error:
-        assert error.code is None or isinstance(error.code, int), error.code
-        return error.code or 0
-    return 0
+        os.close(fd)
+    module, *arguments = order["command"]
+    return run_command(module, arguments)
 
 
 def _run(body: Any, order: dict[str, Any], fds: list[int]) -> None:
