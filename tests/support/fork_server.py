@@ -23,13 +23,13 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from support.commands import Finished
 from support.forked import PREPARED, run_command
 
 TESTS = Path(__file__).parent.parent
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 MAX_BYTES = 1 << 16
 
 
@@ -102,22 +102,22 @@ class ForkServer:
 
 
 class ForkedCommand:
-    """As a Popen whose output is text in files."""
+    """As a Popen whose output is text: in temporary files where there is no log."""
 
     def __init__(self, server: ForkServer, command: list[str], log: Path | None) -> None:
         self._server = server
         self.returncode: int | None = None
         self._texts: list[str] = []
+        self._files: list[IO[bytes]] = []
         with contextlib.ExitStack() as undo:
             if log is not None:
-                self._out = self._err = undo.enter_context(log.open("wb+"))
+                out = err = undo.enter_context(log.open("wb"))
             else:
-                self._out, self._err = (
-                    undo.enter_context(tempfile.TemporaryFile()) for _ in range(2)
-                )
-            fds = self._out.fileno(), self._err.fileno()
-            self.pid = server.fork({"command": command}, *fds)
-            self._undo = undo.pop_all()
+                out, err = (undo.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+                self._files = [out, err]
+            self.pid = server.fork({"command": command}, out.fileno(), err.fileno())
+            if log is None:
+                undo.pop_all()
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -132,13 +132,14 @@ class ForkedCommand:
         return self.returncode
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """What it wrote, once it has ended."""
+        """What it wrote, where that is in no log, once it has ended."""
         self.wait(timeout)
-        with self._undo:
-            for file in (self._out, self._err)[len(self._texts) :]:
+        while self._files:
+            with self._files.pop(0) as file:
                 file.seek(0)
                 self._texts.append(file.read().decode())
-        return self._texts[0], self._texts[1]
+        out, err = self._texts
+        return out, err
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
