@@ -68,7 +68,7 @@ class ForkServer:
 
     def start(self, module: str, *arguments: str, log: Path | None = None) -> ForkedCommand:
         """`python -m MODULE ARGUMENTS…` in a process of its own; its output goes to `log`."""
-        return ForkedCommand(self, [module, *arguments], log)
+        return ForkedCommand(self, {"command": [module, *arguments]}, log)
 
     def run(self, module: str, *arguments: str, timeout_s: float = 60.0) -> Finished:
         """As `start`, to its end."""
@@ -104,31 +104,39 @@ class ForkServer:
 class ForkedCommand:
     """As a Popen whose output is text: in temporary files where there is no log."""
 
-    def __init__(self, server: ForkServer, command: list[str], log: Path | None) -> None:
+    def __init__(
+        self, server: ForkServer, order: dict[str, Any], log: Path | None, ready_fd: int = -1
+    ) -> None:
+        """`ready_fd` is given to a command that the order calls watched; it stays the caller's."""
         self._server = server
+        self._order = order
         self.returncode: int | None = None
         self._texts: list[str] = []
         self._files: list[IO[bytes]] = []
         with contextlib.ExitStack() as undo:
             if log is not None:
-                out = err = undo.enter_context(log.open("wb"))
+                out = undo.enter_context(log.open("wb")).fileno()
+                err = ready_fd if ready_fd >= 0 else out
             else:
-                out, err = (undo.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-                self._files = [out, err]
-            self.pid = server.fork({"command": command}, out.fileno(), err.fileno())
+                self._files = [undo.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
+                out, err = (file.fileno() for file in self._files)
+            self.pid = server.fork(order, out, err)
             if log is None:
                 undo.pop_all()
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.wait(0.0)
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Raises TimeoutError."""
+        """Raises subprocess.TimeoutExpired."""
         if self.returncode is None:
-            self.returncode = self._server.wait(self.pid, timeout)
+            try:
+                self.returncode = self._server.wait(self.pid, timeout)
+            except TimeoutError:
+                raise subprocess.TimeoutExpired(self._order["command"], timeout) from None
         return self.returncode
 
     def communicate(self, timeout: float) -> tuple[str, str]:
@@ -144,6 +152,9 @@ class ForkedCommand:
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -190,10 +201,18 @@ def _load_transport() -> None:
 
 
 def _command(order: dict[str, Any], fds: list[int]) -> int:
-    for fd, target in zip(fds, (1, 2), strict=True):
+    """What is `watched` tells of its start by the second descriptor, as LocalLauncher's workers."""
+    is_watched = order.get("watched", False)
+    for fd, target in zip((fds[0], fds[0]) if is_watched else fds, (1, 2), strict=True):
         os.dup2(fd, target)
-        os.close(fd)
     module, *arguments = order["command"]
+    if is_watched:
+        os.setsid()
+        arguments += ["--ready-fd", str(fds[1])]
+    if order.get("namespaces"):
+        from kvxfer.bench.netns import enter
+
+        enter(order["namespaces"])
     return run_command(module, arguments)
 
 
