@@ -61,9 +61,9 @@ class ForkServer:
         self._socket.close()
         self._process.wait(START_TIMEOUT_S)
 
-    def fork(self, order: dict[str, Any], log: int, told: int) -> int:
-        """The pid of a child that obeys `order`; both descriptors stay the caller's too."""
-        answer: int = self._ask({"do": "fork", **order}, [log, told])["pid"]
+    def fork(self, order: dict[str, Any], log: int, told: int, *more: int) -> int:
+        """The pid of a child that obeys `order`; all descriptors stay the caller's too."""
+        answer: int = self._ask({"do": "fork", **order}, [log, told, *more])["pid"]
         return answer
 
     def start(self, module: str, *arguments: str, log: Path | None = None) -> ForkedCommand:
@@ -78,6 +78,10 @@ class ForkServer:
         finally:
             command.kill()
         return Finished(command.wait(0.0), out, err)
+
+    def pipe(self, script: Path, *arguments: str) -> PipedCommand:
+        """`python SCRIPT ARGUMENTS…`, with this process's environment and pipes to talk by."""
+        return PipedCommand(self, [str(script), *arguments])
 
     def wait(self, pid: int, timeout_s: float) -> int:
         """Its exit code (-N: signal N), once. Raises TimeoutError."""
@@ -160,6 +164,39 @@ class ForkedCommand:
         self.send_signal(signal.SIGKILL)
 
 
+class PipedCommand(ForkedCommand):
+    """As a Popen with pipes, of text; what it wrote to stderr comes with its end."""
+
+    def __init__(self, server: ForkServer, command: list[str]) -> None:
+        with contextlib.ExitStack() as undo:
+            theirs, ours = os.pipe(), os.pipe()
+            self.stdin = undo.enter_context(os.fdopen(theirs[1], "w"))
+            self.stdout = undo.enter_context(os.fdopen(ours[0], "r"))
+            errors = undo.enter_context(tempfile.TemporaryFile())
+            self._server = server
+            self._order = {"command": command, "environment": dict(os.environ)}
+            self.returncode = None
+            self._texts = []
+            self._files = [errors]
+            try:
+                self.pid = server.fork(self._order, ours[1], errors.fileno(), theirs[0])
+            finally:
+                os.close(theirs[0])
+                os.close(ours[1])
+            undo.pop_all()
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Its input ends; what it wrote that was not read, once it has ended."""
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        self.wait(timeout)
+        if not self._texts:
+            with self.stdout, self._files[0] as errors:
+                errors.seek(0)
+                self._texts = [self.stdout.read(), errors.read().decode()]
+        return self._texts[0], self._texts[1]
+
+
 def main(fd: int) -> None:
     import support.null_process
 
@@ -171,7 +208,7 @@ def main(fd: int) -> None:
     with socket.socket(fileno=fd) as told:
         told.send(json.dumps({"threads": len(list(Path("/proc/self/task").iterdir()))}).encode())
         while True:
-            data, fds, _, _ = socket.recv_fds(told, MAX_BYTES, 2)
+            data, fds, _, _ = socket.recv_fds(told, MAX_BYTES, 3)
             if not data:
                 return
             order = json.loads(data)
@@ -203,7 +240,7 @@ def _load_transport() -> None:
 def _command(order: dict[str, Any], fds: list[int]) -> int:
     """What is `watched` tells of its start by the second descriptor, as LocalLauncher's workers."""
     is_watched = order.get("watched", False)
-    for fd, target in zip((fds[0], fds[0]) if is_watched else fds, (1, 2), strict=True):
+    for fd, target in zip((fds[0], fds[0]) if is_watched else fds, (1, 2, 0), strict=False):
         os.dup2(fd, target)
     module, *arguments = order["command"]
     if is_watched:

@@ -1,5 +1,5 @@
-"""Programs of ours run by a child that was forked, in the place of `python -m`: a process of its own
-with its own descriptors, signals and exit code, but nothing to import.
+"""Programs of ours run by a child that was forked, in the place of `python -m`: a process of its
+own with its own descriptors, signals and exit code, but nothing to import.
 
 What starts workers of its own (`kvxfer demo`, a worker of several ranks) starts them the same way,
 as long as it has one thread: fork copies no other.
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 PREPARED = (
-    *("connectors.nixl", "connectors.peer", "decode.worker", "prefill.worker"),
+    *("connectors.nixl", "connectors.peer", "connectors.staged", "decode.worker", "prefill.worker"),
     *("kvxfer.cli", "kvxfer.demo.run", "kvxfer.serve.prompts", "kvxfer.worker.single"),
     *("kvxfer.model.attention", "transformers.models.llama.modeling_llama"),
 )
@@ -36,7 +36,7 @@ def name_of(module: str) -> bytes:
 
 
 def run_command(module: str, arguments: Sequence[str]) -> int:
-    """In the forked child: the exit code of `python -m MODULE ARGUMENTS…`."""
+    """In the forked child: the exit code of `python -m MODULE ARGUMENTS…`, or of a script."""
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
     ctypes.CDLL(None).prctl(PR_SET_NAME, name_of(module))
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -45,7 +45,10 @@ def run_command(module: str, arguments: Sequence[str]) -> int:
     sys.argv[1:] = arguments
     sys.modules.pop(module, None)  # a program is not what was imported before it
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if module.endswith(".py"):
+            runpy.run_path(module, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as error:
         assert error.code is None or isinstance(error.code, int), error.code
         return error.code or 0

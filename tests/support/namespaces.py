@@ -76,8 +76,9 @@ class Forking(LocalLauncher):
 def apart(
     run_dir: Path, lane: str, device: str = "cpu", server: ForkServer | None = None
 ) -> Iterator[Apart]:
-    """Started, or forked where there is a `server`; met, and ended whatever happens. NIXL is named: `peer` needs no more than a
-    directory that both see, which they have here, and would be chosen."""
+    """Started, or forked where there is a `server`; met, and ended whatever happens. NIXL is named:
+    `peer` needs no more than a directory that both see, which they have here, and would be chosen.
+    """
     options = DemoOptions(device=device, lane=lane, max_new_tokens=16, prompt=("To be, or not",))
     plan = plan_demo(options)
     with ExitStack() as undo:
