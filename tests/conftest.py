@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.examples import SLOW
 from support.fork_server import ForkServer
 from support.forked import name_of
 
@@ -40,6 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--slow"):
+        os.environ[SLOW] = "1"
     directory: Path | None = config.getoption("--record")
     if directory is None:
         return

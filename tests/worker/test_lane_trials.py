@@ -190,7 +190,7 @@ def test_without_free_blocks_the_lanes_are_not_tried(cluster, caplog):
 
 
 def test_a_lane_slower_than_asked_for_is_refused(cluster):
-    prefill, decode = idle_pair(cluster, min_lane_gbps=1e6)
+    prefill, decode = idle_pair(cluster, min_lane_gbps=1e6, peer_timeout_s=1.5)
     decode.peers.dial(prefill.address)
     with pytest.raises(HandshakeRejected, match="min_lane_gbps") as refused:
         cluster.until(ready(prefill, decode))
