@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.examples import SLOW
+from support.fork_server import ForkServer
+from support.forked import name_of
 
 ROOT = Path(__file__).parent.parent
 WORKER_MODULES = ("prefill", "decode", "kvxfer.worker.single", "kvxfer.worker.rank_process")
+FORKED = {name_of(module) for module in WORKER_MODULES}
 RUN_MARK = f"KVXFER_TEST_RUN={os.getpid()}"
 """In the environment of everything that this run starts."""
 
@@ -37,6 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--slow"):
+        os.environ[SLOW] = "1"
     directory: Path | None = config.getoption("--record")
     if directory is None:
         return
@@ -89,11 +95,12 @@ def worker_processes() -> set[str]:
             continue
         try:
             command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            name = (process / "comm").read_bytes().strip()
             environment = (process / "environ").read_bytes()
             state = (process / "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             continue
-        is_worker = any(f"-m {name} " in command for name in WORKER_MODULES)
+        is_worker = name in FORKED or any(f"-m {one} " in command for one in WORKER_MODULES)
         if is_worker and state != "Z" and RUN_MARK.encode() in environment:
             found.add(f"{process.name}: {command}")
     return found
@@ -110,3 +117,9 @@ def leaves_nothing_behind() -> Iterator[None]:
     yield
     assert worker_processes() <= processes
     assert shared_memory() <= memory
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer() as server:
+        yield server

@@ -7,6 +7,7 @@ import functools
 import importlib
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -73,15 +74,19 @@ PURE = ("kvxfer/cache/layout.py", "kvxfer/cache/spec.py", "kvxfer/transfer/plan.
 """May import numpy and nothing else from outside."""
 
 
-def sources() -> list[Path]:
-    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+SOURCES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 @functools.cache
 def imports(path: Path) -> set[str]:
     """Every module that a file imports, inside functions and TYPE_CHECKING too."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -106,8 +111,13 @@ def room(module: str) -> int | None:
     return None
 
 
-@pytest.mark.parametrize("path", sources(), ids=relative)
-def test_imports_go_down(path: Path) -> None:
+def check_all(rule: Callable[[Path], Iterable[str]]) -> None:
+    """Of every file `rule` tells what is wrong with it: nothing."""
+    assert len(SOURCES) > 100
+    assert [wrong for path in SOURCES for wrong in rule(path)] == []
+
+
+def upward(path: Path) -> Iterator[str]:
     module = relative(path).removesuffix(".py").replace("/", ".")
     own = room(module)
     name = module.split(".")[1] if "." in module else module
@@ -116,11 +126,15 @@ def test_imports_go_down(path: Path) -> None:
         if own is None or other is None:
             continue
         sibling = imported.split(".")[1]
-        assert other < own or sibling == name, f"{module} imports {imported}, which stands above it"
+        if not (other < own or sibling == name):
+            yield f"{module} imports {imported}, which stands above it"
 
 
-@pytest.mark.parametrize("path", sources(), ids=relative)
-def test_workers_and_connectors_keep_to_themselves(path: Path) -> None:
+def test_imports_go_down() -> None:
+    check_all(upward)
+
+
+def outward(path: Path) -> Iterator[str]:
     package = relative(path).split("/")[0]
     outside = {name for name in imports(path) if name.split(".")[0] in PACKAGES}
     allowed = {
@@ -133,22 +147,29 @@ def test_workers_and_connectors_keep_to_themselves(path: Path) -> None:
         ),
     }[package]  # fmt: skip
     for name in outside:
-        assert name.startswith(allowed) or name == "kvxfer", f"{relative(path)} imports {name}"
+        if not (name.startswith(allowed) or name == "kvxfer"):
+            yield f"{relative(path)} imports {name}"
 
 
-@pytest.mark.parametrize("path", sources(), ids=relative)
-def test_vendors_stay_in_their_rooms(path: Path) -> None:
+def test_workers_and_connectors_keep_to_themselves() -> None:
+    check_all(outward)
+
+
+def vendors_elsewhere(path: Path) -> Iterator[str]:
     for name in {imported.split(".")[0] for imported in imports(path)}:
         rooms = VENDOR_ROOMS.get(name.removesuffix("_cu12").removesuffix("_cu13"))
-        if rooms is not None:
-            assert relative(path).startswith(rooms), f"{relative(path)} imports {name}"
+        if rooms is not None and not relative(path).startswith(rooms):
+            yield f"{relative(path)} imports {name}"
 
 
-@pytest.mark.parametrize("path", sources(), ids=relative)
-def test_no_import_hides_in_a_string(path: Path) -> None:
+def test_vendors_stay_in_their_rooms() -> None:
+    check_all(vendors_elsewhere)
+
+
+def test_no_import_hides_in_a_string() -> None:
     """importlib is for connectors, by name, in one place."""
-    if "importlib" in imports(path):
-        assert relative(path) in ("kvxfer/transfer/connector.py",)
+    found = [relative(path) for path in SOURCES if "importlib" in imports(path)]
+    assert found == ["kvxfer/transfer/connector.py"]
 
 
 @pytest.mark.parametrize("name", PURE)
@@ -164,21 +185,26 @@ def test_model_sees_neither_control_nor_transfer() -> None:
         assert not seen, f"{relative(path)} imports {seen}"
 
 
-@pytest.mark.parametrize("path", sources(), ids=relative)
-def test_all_is_sorted_and_true(path: Path) -> None:
-    """Where a package has a door, it lists exactly what it imports, in order."""
-    tree = ast.parse(path.read_text())
+def wrong_doors(path: Path) -> Iterator[str]:
     listed = [
         ast.literal_eval(node.value)
-        for node in tree.body
+        for node in tree_of(path).body
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
     ]
     if not listed:
         return
-    assert listed[0] == sorted(listed[0])
+    if listed[0] != sorted(listed[0]):
+        yield f"{relative(path)}: __all__ is not sorted"
     module = relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     exported = importlib.import_module(module)
-    assert [name for name in listed[0] if not hasattr(exported, name)] == []
+    for name in listed[0]:
+        if not hasattr(exported, name):
+            yield f"{relative(path)} has no {name}"
+
+
+def test_all_is_sorted_and_true() -> None:
+    """Where a package has a door, it lists exactly what it imports, in order."""
+    check_all(wrong_doors)
 
 
 def test_light_processes_import_neither_torch_nor_transformers() -> None:

@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from support.commands import KVXFER, run
+from support.fork_server import ForkServer
 
 from kvxfer.bench.report import Figure
 
 
-def test_growth_is_measured_and_kept(tmp_path: Path) -> None:
+def test_growth_is_measured_and_kept(tmp_path: Path, fork_server: ForkServer) -> None:
     kept = tmp_path / "growth.json"
-    done = run(
-        *KVXFER, "bench", "growth", "--gib", "0.01", "--runs", "1", "--json", str(kept),
+    done = fork_server.run(
+        "kvxfer.cli", "bench", "growth", "--gib", "0.01", "--runs", "1", "--json", str(kept),
         "--commit-bar-ms", "60000", "--first-byte-bar-ms", "0.000001",
     )  # fmt: skip
     assert done.code == 1, "a bar was missed"
@@ -32,8 +32,8 @@ def test_growth_is_measured_and_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value"), [("--gib", "0"), ("--runs", "0"), ("--layout", "XX"), ("--device", "tpu")]
 )
-def test_bad_options_are_refused(option: str, value: str) -> None:
-    done = run(*KVXFER, "bench", "growth", option, value)
+def test_bad_options_are_refused(option: str, value: str, fork_server: ForkServer) -> None:
+    done = fork_server.run("kvxfer.cli", "bench", "growth", option, value)
     done.check_one_clear_line(2, option.removeprefix("--"), value)
 
 

@@ -5,13 +5,14 @@ import dataclasses
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvxfer.cache.budget import CacheBudget
 from kvxfer.cache.footprint import blocks_needed
 from kvxfer.cache.layout import CacheGeometry, KVCacheLayout
 from kvxfer.cache.spec import GroupKind, KVCacheSpec
 
-BUDGET = settings(max_examples=80, deadline=None, derandomize=True)
+BUDGET = settings(max_examples=examples(20, 80), deadline=None, derandomize=True)
 
 
 @st.composite

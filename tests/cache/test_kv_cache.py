@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.children import run_in_child
+from support.examples import examples
 from support.faulty import FaultyDriver
 from support.fixtures import num_open_files
 
@@ -18,7 +19,7 @@ from kvxfer.errors import CapacityExceeded, OutOfMemory
 from kvxfer.memory.chunks import LARGEST_CHUNK, chunk_sizes
 from kvxfer.memory.host import HostDriver
 
-BUDGET = settings(max_examples=150, deadline=None, derandomize=True)
+BUDGET = settings(max_examples=examples(40, 150), deadline=None, derandomize=True)
 SPEC = KVCacheSpec(
     num_layers=3, num_kv_heads=2, head_dim_k=8, head_dim_v=8, dtype="float32", block_size=16
 )

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.examples import examples
 
 from kvxfer.cache.blocks import BlockAllocator, BlockCounts
 from kvxfer.cache.pools import BlockPools
@@ -171,7 +172,7 @@ class CachingMachine(RuleBasedStateMachine):
 
 
 CachingMachine.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=30, deadline=None, derandomize=True
+    max_examples=examples(30, 80), stateful_step_count=30, deadline=None, derandomize=True
 )
 TestCachingAgainstModel = CachingMachine.TestCase
 
@@ -235,7 +236,7 @@ def common_blocks(one, other):
     return len(list(same)) // N
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(20, 60), deadline=None, derandomize=True)
 @given(st.lists(st.tuples(prompts, st.booleans(), st.integers(0, 6)), max_size=14))
 def test_the_longest_beginning_that_was_computed_is_found_while_there_is_room(requests):
     """Some are given up after a few blocks: what they did finish is known, and no more."""
@@ -261,7 +262,7 @@ def blocks_of(tokens):
     return range(1, len(tokens) // N + 1)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(20, 60), deadline=None, derandomize=True)
 @given(st.lists(st.tuples(prompts, st.integers(0, 3)), max_size=25), st.integers(7, 14))
 def test_where_blocks_are_few_nothing_wrong_is_found_and_nothing_in_use_is_evicted(
     requests, num_blocks

@@ -9,6 +9,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvxfer.cache.footprint import (
     blocks_needed,
@@ -23,7 +24,7 @@ from kvxfer.cache.spec import GroupKind, KVCacheSpec
 from kvxfer.cache.table import BlockTable
 from kvxfer.errors import CacheError
 
-BUDGET = settings(max_examples=150, deadline=None, derandomize=True)
+BUDGET = settings(max_examples=examples(40, 150), deadline=None, derandomize=True)
 windows = st.integers(0, 40)
 block_sizes = st.integers(1, 9)
 steps = st.integers(1, 24)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.fork_server import ForkServer, PipedCommand
 
 import kvxfer.transfer.agent_connector
 from connectors.nixl import NixlConnector
@@ -38,7 +39,7 @@ _names = count()
 class Peer:
     """The other process and its window, which this process sees through a shared file."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | PipedCommand
     bytes: np.ndarray
     base: int
     description: bytes
@@ -54,24 +55,30 @@ StartPeer = Callable[..., Peer]
 
 
 @pytest.fixture
-def start_peer(tmp_path: Path) -> Iterator[StartPeer]:
-    processes: list[subprocess.Popen[str]] = []
+def start_peer(tmp_path: Path, fork_server: ForkServer) -> Iterator[StartPeer]:
+    """Forked, and so without a wait for imports; with `anew` started, to load NIXL by itself."""
+    processes: list[subprocess.Popen[str] | PipedCommand] = []
 
-    def start(**environment: str) -> Peer:
+    def start(anew: bool = False, **environment: str) -> Peer:
         path = tmp_path / f"window-{len(processes)}"
         path.touch()
         os.truncate(path, WINDOW_BYTES)
         with path.open("r+b") as file:
             shared = mmap.mmap(file.fileno(), 0)
         name = f"peer-{os.getpid()}-{next(_names)}"
-        process = subprocess.Popen(
-            [sys.executable, PEER_SCRIPT, path, name, str(REGION.offset), str(REGION.size)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **environment},
-        )
+        arguments = (str(path), name, str(REGION.offset), str(REGION.size))
+        process: subprocess.Popen[str] | PipedCommand
+        if anew:
+            process = subprocess.Popen(
+                [sys.executable, PEER_SCRIPT, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **environment},
+            )
+        else:
+            process = fork_server.pipe(PEER_SCRIPT, *arguments)
         processes.append(process)
         assert process.stdout is not None
         ready = json.loads(process.stdout.readline())
@@ -151,7 +158,7 @@ def test_another_process_that_is_killed_and_started_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("connectors.nixl.lists_pay", lambda *_: True)
-    peer = start_peer()
+    peer = start_peer(anew=True)
     connector.connect("peer", peer.base, peer.description)
     swap_some_runs(connector, window, peer)
     warm_up = connector.submit("peer", Direction.PULL, long_plan())
@@ -163,7 +170,7 @@ def test_another_process_that_is_killed_and_started_again(
         ticket = connector.submit("peer", Direction.PULL, long_plan())
         raise ConnectorError(finish(connector, ticket) or "it succeeded")
     connector.disconnect("peer")
-    reborn = start_peer(UCX_TCP_KEEPIDLE="7s")
+    reborn = start_peer(anew=True, UCX_TCP_KEEPIDLE="7s")
     connector.connect("peer", reborn.base, reborn.description)
     swap_some_runs(connector, window, reborn)
     connector.close()

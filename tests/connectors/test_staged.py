@@ -6,8 +6,6 @@ import json
 import mmap
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.box_cases import layout_case
+from support.fork_server import ForkServer, PipedCommand
 from support.planning import bytes_of_boxes
 from support.staged_sides import (
     DEADLINE_S,
@@ -67,13 +66,12 @@ PLANS = (
 class Peer:
     """The other process and its window, which this process sees through a shared file."""
 
-    process: subprocess.Popen[str]
+    process: PipedCommand
     bytes: np.ndarray
     base: int
     description: bytes
 
     def revoke(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write("revoke\n")
         self.process.stdin.flush()
         assert self.process.stdout.readline() == "\n"
@@ -88,8 +86,8 @@ def small_ring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start_peer(tmp_path: Path) -> Iterator[StartPeer]:
-    processes: list[subprocess.Popen[str]] = []
+def start_peer(tmp_path: Path, fork_server: ForkServer) -> Iterator[StartPeer]:
+    processes: list[PipedCommand] = []
 
     def start() -> Peer:
         path = tmp_path / f"window-{len(processes)}"
@@ -98,15 +96,8 @@ def start_peer(tmp_path: Path) -> Iterator[StartPeer]:
         with path.open("r+b") as file:
             shared = mmap.mmap(file.fileno(), 0)
         name = f"peer-{os.getpid()}-{next(_names)}"
-        process = subprocess.Popen(
-            [sys.executable, PEER_SCRIPT, path, "staged", name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        process = fork_server.pipe(PEER_SCRIPT, str(path), "staged", name)
         processes.append(process)
-        assert process.stdout is not None
         ready = json.loads(process.stdout.readline())
         memory = np.frombuffer(shared, dtype=np.uint8)
         return Peer(process, memory, ready["base"], bytes.fromhex(ready["description"]))
@@ -222,7 +213,7 @@ def test_a_peer_that_stops_revokes_and_closes(
     np.testing.assert_array_equal(peer.bytes, before[1])
     check_slots_are_free(connector)
 
-    assert peer.process.communicate("", timeout=DEADLINE_S) == ("", "")
+    assert peer.process.communicate(timeout=DEADLINE_S) == ("", "")
     ticket = connector.submit("peer", Direction.PULL, tiny_runs())
     assert finish(connector, ticket)[ticket]
     assert peer.process.returncode == 0

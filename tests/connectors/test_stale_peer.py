@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -18,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.fork_server import ForkServer
 from support.peer_processes import peers_in
 from support.stale_steps import check_stale_peer, making
 
@@ -34,17 +33,11 @@ OWNER_SCRIPT = Path(__file__).with_name("nixl_owner.py")
 class Owner:
     """The other process."""
 
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, OWNER_SCRIPT, f"owner-{os.getpid()}-{time.monotonic_ns()}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, server: ForkServer) -> None:
+        name = f"owner-{os.getpid()}-{time.monotonic_ns()}"
+        self.process = server.pipe(OWNER_SCRIPT, name)
 
     def ask(self, command: str) -> dict[str, Any]:
-        assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
         answer: dict[str, Any] = json.loads(self.process.stdout.readline())
@@ -52,15 +45,17 @@ class Owner:
 
     def end(self) -> int:
         self.process.communicate(timeout=DEADLINE_S)
-        return self.process.returncode
+        return self.process.wait(0.0)
 
 
 @pytest.fixture(params=["tcp", "cma,tcp"])
-def owner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
+def owner(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer
+) -> Iterator[Owner]:
     """Over TCP it is the owner's process that touches the memory; by cross-memory attach the peer
     does it alone."""
     monkeypatch.setenv("UCX_TLS", request.param)
-    made = Owner()
+    made = Owner(fork_server)
     yield made
     if made.process.poll() is None:
         made.process.kill()

@@ -229,7 +229,7 @@ def test_what_fails_on_the_way_back_is_tried_elsewhere(cluster):
 
 
 def test_the_prefill_that_a_router_named_is_preferred_and_not_waited_for():
-    here = [SimpleNamespace(key=f"key-{i}", name=f"prefill-{i}") for i in range(3)]
+    here = [SimpleNamespace(key=f"key-{i}", name=f"prefill-{i}", takes_new=True) for i in range(3)]
     generate = Generate("r", [1], 4, Sampling(), [], "prefill-1", False)
     request = DecodeRequest(generate, "router", 0.0, output=[5])
     again = request.preempted(0.0)

@@ -1,4 +1,8 @@
-"""Bad input gets one clear line that names the field and the value, and leaves nothing behind."""
+"""Bad input gets one clear line that names the field and the value, and leaves nothing behind.
+
+Each command is a process of its own. One of each kind is started as a user starts it; the others,
+which would only import the same again, are forked from a process that has.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import KVXFER, TINY_MODEL, run
+from support.fork_server import ForkServer
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing_behind")
 
@@ -39,41 +44,51 @@ def copy_model(target: Path, *names: str) -> Path:
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
 )
-def test_demo_options(options: list[str], mentioned: tuple[str, ...]) -> None:
-    run(*KVXFER, "demo", *options).check_one_clear_line(2, *mentioned)
+def test_demo_options(
+    options: list[str], mentioned: tuple[str, ...], fork_server: ForkServer
+) -> None:
+    done = fork_server.run("kvxfer.cli", "demo", *options)
+    done.check_one_clear_line(2, *mentioned)
 
 
-def test_model_without_config(tmp_path: Path) -> None:
+def test_a_demo_option_as_a_user_gives_it() -> None:
+    run(*KVXFER, "demo", "--lane", "sideways").check_one_clear_line(2, "lane", "sideways", "push")
+
+
+def test_model_without_config(tmp_path: Path, fork_server: ForkServer) -> None:
     model = copy_model(tmp_path / "m", "model.safetensors", "tokenizer.json")
-    run(*KVXFER, "demo", "--model", str(model)).check_one_clear_line(2, "model", "config.json")
+    done = fork_server.run("kvxfer.cli", "demo", "--model", str(model))
+    done.check_one_clear_line(2, "model", "config.json")
 
 
-def test_model_without_weights(tmp_path: Path) -> None:
+def test_model_without_weights(tmp_path: Path, fork_server: ForkServer) -> None:
     model = copy_model(tmp_path / "m", "config.json", "tokenizer.json")
-    run(*KVXFER, "demo", "--model", str(model)).check_one_clear_line(2, "model", "safetensors")
+    done = fork_server.run("kvxfer.cli", "demo", "--model", str(model))
+    done.check_one_clear_line(2, "model", "safetensors")
 
 
-def test_model_without_tokenizer(tmp_path: Path) -> None:
+def test_model_without_tokenizer(tmp_path: Path, fork_server: ForkServer) -> None:
     model = copy_model(tmp_path / "m", "config.json", "model.safetensors")
-    run(*KVXFER, "demo", "--model", str(model)).check_one_clear_line(2, "tokenizer.json")
+    done = fork_server.run("kvxfer.cli", "demo", "--model", str(model))
+    done.check_one_clear_line(2, "tokenizer.json")
 
 
-def test_unsupported_architecture(tmp_path: Path) -> None:
+def test_unsupported_architecture(tmp_path: Path, fork_server: ForkServer) -> None:
     model = copy_model(tmp_path / "m", "config.json", "model.safetensors", "tokenizer.json")
     config = json.loads((model / "config.json").read_text())
     config |= {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
     (model / "config.json").write_text(json.dumps(config))
-    done = run(*KVXFER, "demo", "--model", str(model))
+    done = fork_server.run("kvxfer.cli", "demo", "--model", str(model))
     done.check_one_clear_line(1, "mamba")
 
 
-def test_device_that_is_not_there() -> None:
+def test_device_that_is_not_there(fork_server: ForkServer) -> None:
     """Known only once the worker has imported torch."""
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    done = run(sys.executable, "-m", "prefill", "--model", str(TINY_MODEL), "--device", "cuda")
+    done = fork_server.run("prefill", "--model", str(TINY_MODEL), "--device", "cuda")
     assert done.code == 2, done
     assert "Traceback" not in done.err
     last = done.err.strip().splitlines()[-1]
@@ -115,8 +130,8 @@ def test_port_in_use(module: str) -> None:
         ("--connector", "carrier-pigeon"),
     ],
 )
-def test_worker_options(option: str, value: str) -> None:
-    done = run(sys.executable, "-m", "prefill", "--model", str(TINY_MODEL), option, value)
+def test_worker_options(option: str, value: str, fork_server: ForkServer) -> None:
+    done = fork_server.run("prefill", "--model", str(TINY_MODEL), option, value)
     assert done.code == 2, done
     assert "Traceback" not in done.err
     last = done.err.strip().splitlines()[-1]

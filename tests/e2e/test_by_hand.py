@@ -1,4 +1,8 @@
-"""Workers started by hand, as the README tells: they find each other, serve, refuse strangers."""
+"""Workers started by hand, as the README tells: they find each other, serve, refuse strangers.
+
+The first pair is started so; further decode workers are forked from a process that has imported
+what they need.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from pathlib import Path
 import pytest
 from support.by_hand import HandStarted, hand_started
 from support.commands import KVXFER, TINY_MODEL, run
+from support.fork_server import ForkServer
 from support.models import HostEngine
 
 from kvxfer.control.cache_messages import Defragment, Sleep, WakeUp
@@ -99,12 +104,13 @@ def test_a_pair_started_by_hand_serves_prompts(prefill: HandStarted, tmp_path: P
 
 
 def test_sleep_and_wake_of_either_side_change_no_token(
-    prefill: HandStarted, tmp_path: Path
+    prefill: HandStarted, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     """Over real NIXL: pages go, peers learn of it, prompts are refused, and all comes back."""
     tokens = Tokenizer.load(TINY_MODEL).encode("HAMLET.\nTo be, or not to be, that is the " * 8)
     tokens = tokens[:270]  # a whole chunk will be cached: no bit depends on it
-    with hand_started("decode", tmp_path / "log", "--prefill", prefill.address) as decode:
+    dial = ("--prefill", prefill.address)
+    with hand_started("decode", tmp_path / "log", *dial, server=fork_server) as decode:
         decode.wait_for("peer prefill-a is ready")
         router = Router()
         try:
@@ -192,14 +198,15 @@ def test_what_prefill_computed_before_it_does_not_compute_again(
         assert decode.stop() == 0
 
 
-def test_another_model_is_refused_by_name(prefill: HandStarted, tmp_path: Path) -> None:
+def test_another_model_is_refused_by_name(
+    prefill: HandStarted, tmp_path: Path, fork_server: ForkServer
+) -> None:
     model = tmp_path / "model"
     shutil.copytree(TINY_MODEL, model, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    with hand_started(
-        "decode", tmp_path / "log", "--prefill", prefill.address, model=model
-    ) as decode:
+    dial = ("--prefill", prefill.address)
+    with hand_started("decode", tmp_path / "log", *dial, model=model, server=fork_server) as decode:
         assert decode.process.wait(timeout=60) == 1
         last = decode.text.strip().splitlines()[-1]
     assert last.startswith("decode: error: ")

@@ -1,45 +1,62 @@
 """`kvxfer demo`: prefill and decode in two processes give what one process gives, bit by bit,
-while decode's cache grows in the middle of a transfer."""
+while decode's cache grows in the middle of a transfer.
+
+Pushed by processes that are started as a user starts them; pulled, by default, by processes that
+are forked from one that has imported what they need.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.commands import TINY_MODEL, demo
+from support.fork_server import ForkServer
 from support.models import write_model
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing_behind")
 
 PAIRS = [
-    ("bundled", "LBHNC", "BLHNC", "push"),
-    ("bundled", "LBHNC", "BLHNC", "pull"),
-    pytest.param("qwen3", "LHBNC", "LBNHC", "pull", marks=pytest.mark.slow),
-    pytest.param("deepseek_v3", "BLNHC", "BHLNC", "pull", marks=pytest.mark.slow),
+    ("bundled", "LBHNC", "BLHNC", "push", False),
+    ("bundled", "LBHNC", "BLHNC", "pull", True),
+    pytest.param("bundled", "LBHNC", "BLHNC", "pull", False, marks=pytest.mark.slow),
+    pytest.param("qwen3", "LHBNC", "LBNHC", "pull", False, marks=pytest.mark.slow),
+    pytest.param("deepseek_v3", "BLNHC", "BHLNC", "pull", False, marks=pytest.mark.slow),
 ]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The bundled model, and random weights in the shapes of other families."""
-    written = {
-        family: write_model(
-            tmp_path_factory.mktemp(family), family, num_hidden_layers=6, hidden_size=128,
-            intermediate_size=512, max_position_embeddings=1536,
-        )
-        for family in ("qwen3", "deepseek_v3")
+    larger = {
+        "num_hidden_layers": 6, "hidden_size": 128, "intermediate_size": 512,
+        "max_position_embeddings": 1536,
     }  # fmt: skip
-    small = {f: write_model(tmp_path_factory.mktemp(f), f) for f in ("gemma2", "t5")}
-    return {"bundled": TINY_MODEL, **written, **small}
+    shapes = {"qwen3": larger, "deepseek_v3": larger, "gemma2": {}, "t5": {}}
+
+    def written(family: str) -> Path:
+        if family == "bundled":
+            return TINY_MODEL
+        return write_model(tmp_path_factory.mktemp(family), family, **shapes[family])
+
+    return written
 
 
-@pytest.mark.parametrize(("family", "prefill", "decode", "lane"), PAIRS)
+@pytest.mark.parametrize(("family", "prefill", "decode", "lane", "is_forked"), PAIRS)
 def test_equals_a_single_process_while_the_cache_grows(
-    family: str, prefill: str, decode: str, lane: str, models: dict[str, Path]
+    family: str,
+    prefill: str,
+    decode: str,
+    lane: str,
+    is_forked: bool,
+    models: Callable[[str], Path],
+    fork_server: ForkServer,
 ) -> None:
     done, result = demo(
-        "--model", str(models[family]), "--lane", lane, "--max-new-tokens", "24",
+        "--model", str(models(family)), "--lane", lane, "--max-new-tokens", "24",
         "--layout-prefill", prefill, "--layout-decode", decode,
+        server=fork_server if is_forked else None,
     )  # fmt: skip
     assert done.code == 0, done
     assert result["ok"]
@@ -70,11 +87,11 @@ def test_equals_a_single_process_while_the_cache_grows(
     [("gemma2", "push", ""), ("t5", "pull", "encoder")],
 )
 def test_other_kinds_of_layers_equal_a_single_process_too(
-    family: str, lane: str, why_not: str, models: dict[str, Path]
+    family: str, lane: str, why_not: str, models: Callable[[str], Path]
 ) -> None:
     """Windows, and cross attention. Where decode cannot be made to grow while
     KV streams, that is said."""
-    done, result = demo("--model", str(models[family]), "--lane", lane, "--max-new-tokens", "24")
+    done, result = demo("--model", str(models(family)), "--lane", lane, "--max-new-tokens", "24")
     assert done.code == 0, done
     assert result["ok"]
     assert result["tokens_equal"]

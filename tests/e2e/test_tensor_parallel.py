@@ -17,6 +17,7 @@ import psutil
 import pytest
 from support.by_hand import HandStarted, hand_started
 from support.commands import TINY_MODEL
+from support.fork_server import ForkServer
 from support.models import HostEngine
 
 from kvxfer.control.cache_messages import Sleep
@@ -81,18 +82,23 @@ class Pair:
 
 
 @contextmanager
-def pair(directory: Path, prefill: int, decode: int, *options: str) -> Iterator[Pair]:
-    """Workers of so many ranks each, ready for each other."""
+def pair(
+    directory: Path, prefill: int, decode: int, *options: str, server: ForkServer
+) -> Iterator[Pair]:
+    """Workers of so many ranks each, ready for each other; forked, but for their followers."""
     name = f"prefill-{secrets.token_hex(3)}"
     with ExitStack() as undo:
         more = (*COMMON, *options)
         size = ("--tensor-parallel-size", str(prefill))
         log = directory / "prefill.log"
-        first = undo.enter_context(hand_started("prefill", log, "--worker-id", name, *size, *more))
+        named = ("--worker-id", name)
+        first = undo.enter_context(
+            hand_started("prefill", log, *named, *size, *more, server=server)
+        )
         size = ("--tensor-parallel-size", str(decode))
         log = directory / "decode.log"
         second = undo.enter_context(
-            hand_started("decode", log, "--prefill", first.address, *size, *more)
+            hand_started("decode", log, "--prefill", first.address, *size, *more, server=server)
         )
         second.wait_for(f"peer {name} is ready", 120)
         found = Pair(first, second)
@@ -156,12 +162,18 @@ CASES = [
 
 @pytest.mark.parametrize(("prefill", "decode", "lane", "connector"), CASES)
 def test_tokens_are_those_of_a_single_process(
-    tmp_path: Path, expected: list[list[int]], prefill: int, decode: int, lane: str, connector: str
+    tmp_path: Path,
+    expected: list[list[int]],
+    fork_server: ForkServer,
+    prefill: int,
+    decode: int,
+    lane: str,
+    connector: str,
 ) -> None:
     options = ("--lane", lane, "--connector", connector, *FEW)
     router = Router()
     try:
-        with pair(tmp_path, prefill, decode, *options) as both:
+        with pair(tmp_path, prefill, decode, *options, server=fork_server) as both:
             first = ask(router, both.decode.address)
             assert [one.tokens for one in first] == expected
             assert [one.num_bytes for one in first] == [token_bytes(decode) * n for n in lengths()]

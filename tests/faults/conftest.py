@@ -1,29 +1,21 @@
-"""The fork server of this folder, and the figures that its campaigns leave."""
+"""The figures that the campaigns of this folder leave."""
 
 from __future__ import annotations
 
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.fault_record import CAMPAIGNS, ROUNDS_VARIABLE, FaultRecord
-from support.fork_server import ForkServer
 from support.violations import kind_of
 
 from kvxfer.bench.report import measured_commit
 
 RECORD = FaultRecord()
 HAS_FAILED = pytest.StashKey[bool]()
-
-
-@pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    with ForkServer() as server:
-        yield server
 
 
 @pytest.fixture(scope="session")

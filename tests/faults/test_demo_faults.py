@@ -1,16 +1,20 @@
-"""Workers that are killed, and users who lose patience."""
+"""Workers that are killed, and users who lose patience.
+
+By default all processes are forked from one that has imported what they need, but for the test that
+is about imports; with --slow they are also started as a user starts them.
+"""
 
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 from support.commands import Finished
-from support.running import end, log_says, running_demo, traced, wait_until, worker
+from support.fork_server import ForkServer
+from support.running import Running, end, log_says, running_demo, traced, wait_until, worker
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing_behind")
 
@@ -18,7 +22,13 @@ LONG = ("--max-new-tokens", "400")
 """Enough tokens to be hit in the middle."""
 
 
-def wait_for_first_transfer(process: subprocess.Popen[str], logs: Path) -> None:
+@pytest.fixture(params=["forked", pytest.param("started", marks=pytest.mark.slow)])
+def server(request: pytest.FixtureRequest) -> ForkServer | None:
+    found: ForkServer = request.getfixturevalue("fork_server")
+    return found if request.param == "forked" else None
+
+
+def wait_for_first_transfer(process: Running, logs: Path) -> None:
     def started() -> bool:
         assert process.poll() is None, process.communicate(timeout=10)
         roles = ("prefill", "decode")  # whoever starts transfers tells of it
@@ -32,9 +42,9 @@ def wait_for_first_transfer(process: subprocess.Popen[str], logs: Path) -> None:
     [("decode", "prefill"), pytest.param("prefill", "decode", marks=pytest.mark.slow)],
 )
 def test_a_killed_worker_ends_the_demo_within_ten_seconds(
-    victim: str, other: str, tmp_path: Path
+    victim: str, other: str, tmp_path: Path, server: ForkServer | None
 ) -> None:
-    with running_demo(tmp_path, *LONG) as process:
+    with running_demo(tmp_path, *LONG, server=server) as process:
         wait_for_first_transfer(process, tmp_path)
         killed_at = time.monotonic()
         worker(process, victim).kill()
@@ -53,8 +63,10 @@ def test_a_killed_worker_ends_the_demo_within_ten_seconds(
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
-def test_ctrl_c_ends_everything_within_two_seconds(number: signal.Signals, tmp_path: Path) -> None:
-    with running_demo(tmp_path, *LONG) as process:
+def test_ctrl_c_ends_everything_within_two_seconds(
+    number: signal.Signals, tmp_path: Path, server: ForkServer | None
+) -> None:
+    with running_demo(tmp_path, *LONG, server=server) as process:
         wait_for_first_transfer(process, tmp_path)
         workers = psutil.Process(process.pid).children()
         assert len(workers) == 3
@@ -77,8 +89,8 @@ def test_ctrl_c_while_workers_are_still_importing(tmp_path: Path) -> None:
         assert not any(child.is_running() for child in workers)
 
 
-def test_workers_die_with_a_killed_launcher(tmp_path: Path) -> None:
-    with running_demo(tmp_path, *LONG) as process:
+def test_workers_die_with_a_killed_launcher(tmp_path: Path, server: ForkServer | None) -> None:
+    with running_demo(tmp_path, *LONG, server=server) as process:
         wait_for_first_transfer(process, tmp_path)
         workers = psutil.Process(process.pid).children()
         process.kill()

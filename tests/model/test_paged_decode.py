@@ -222,7 +222,9 @@ def runner_of(tmp_path_factory):
     return load
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize(  # gemma2 has layers of both kinds
+    "family", ["llama", pytest.param("mistral", marks=pytest.mark.slow), "gemma2"]
+)
 def test_a_recorded_model_decodes_as_it_does_op_by_op(runner_of, prompts, family):
     """Windows, two groups and a softcap among them; a sequence joins after the second step."""
     runner = runner_of(family)

@@ -10,18 +10,31 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from support.commands import ROOT, TINY_MODEL
+from support.fork_server import ForkedCommand, ForkServer
 from support.running import wait_until
 
 BUDGET = ("--memory-budget-bytes", str(1 << 30))
 
 
 class HandStarted:
-    """A worker process whose log is read for where it listens."""
+    """A worker process whose log is read for where it listens; forked where there is a `server`."""
 
-    def __init__(self, role: str, log: Path, *options: str, model: Path = TINY_MODEL) -> None:
+    process: subprocess.Popen[bytes] | ForkedCommand
+
+    def __init__(
+        self,
+        role: str,
+        log: Path,
+        *options: str,
+        model: Path = TINY_MODEL,
+        server: ForkServer | None = None,
+    ) -> None:
         self.log = log
         budget = () if BUDGET[0] in options else BUDGET
         fixed = ("--model", str(model), "--kv-commit", "elastic", *budget)
+        if server is not None:
+            self.process = server.start(role, *fixed, *options, log=log)
+            return
         command = [sys.executable, "-m", role, *fixed, *options]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -50,9 +63,11 @@ class HandStarted:
 
 
 @contextmanager
-def hand_started(*arguments: str | Path, model: Path = TINY_MODEL) -> Iterator[HandStarted]:
+def hand_started(
+    *arguments: str | Path, model: Path = TINY_MODEL, server: ForkServer | None = None
+) -> Iterator[HandStarted]:
     role, log, *options = arguments
-    worker = HandStarted(str(role), Path(log), *map(str, options), model=model)
+    worker = HandStarted(str(role), Path(log), *map(str, options), model=model, server=server)
     try:
         yield worker
     finally:

@@ -11,18 +11,30 @@ from pathlib import Path
 
 import psutil
 from support.commands import KVXFER, ROOT, Finished
+from support.fork_server import ForkedCommand, ForkServer
+from support.forked import name_of
+
+Running = subprocess.Popen[str] | ForkedCommand
 
 
 @contextmanager
-def running_demo(log_dir: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """`kvxfer demo`, logging to `log_dir`; killed at the end if it still runs."""
-    process = subprocess.Popen(
-        [*KVXFER, "demo", "--keep-logs", str(log_dir), *options],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def running_demo(
+    log_dir: Path, *options: str, server: ForkServer | None = None
+) -> Iterator[Running]:
+    """`kvxfer demo`, logging to `log_dir`; killed at the end if it still runs. With a `server` it
+    and its workers are forked, as their imports are not what is tested."""
+    arguments = ("demo", "--keep-logs", str(log_dir), *options)
+    process: Running
+    if server is not None:
+        process = server.start("kvxfer.cli", *arguments)
+    else:
+        process = subprocess.Popen(
+            [*KVXFER, *arguments],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
     try:
         yield process
     finally:
@@ -31,10 +43,10 @@ def running_demo(log_dir: Path, *options: str) -> Iterator[subprocess.Popen[str]
         process.communicate(timeout=10)
 
 
-def worker(process: subprocess.Popen[str], role: str) -> psutil.Process:
+def worker(process: Running, role: str) -> psutil.Process:
     """The child of the demo that runs `python -m role`."""
     for child in psutil.Process(process.pid).children():
-        if role in child.cmdline():
+        if role in child.cmdline() or child.name() == name_of(role).decode():
             return child
     raise AssertionError(f"the demo has no {role} process")
 
@@ -56,7 +68,7 @@ def traced(log_dir: Path, role: str, event: str) -> bool:
     return path.exists() and f'"event": "{event}"' in path.read_text()
 
 
-def end(process: subprocess.Popen[str], number: signal.Signals, timeout_s: float) -> Finished:
+def end(process: Running, number: signal.Signals, timeout_s: float) -> Finished:
     """Send a signal and wait; the time limit is part of what is tested."""
     process.send_signal(number)
     out, err = process.communicate(timeout=timeout_s)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvxfer.cache.layout import GroupGeometry, KVCacheLayout
 from kvxfer.cache.spec import KVCacheSpec
@@ -14,7 +15,7 @@ from kvxfer.errors import PlanError, RegionError
 from kvxfer.transfer.plan import CacheSide, TransferPlan, plan_transfer
 from kvxfer.transfer.regions import Region, RegionSet
 
-BUDGET = settings(max_examples=15, deadline=None, derandomize=True)
+BUDGET = settings(max_examples=examples(5, 15), deadline=None, derandomize=True)
 
 every_pair = pytest.mark.parametrize(
     ("src_layout", "dst_layout"), list(itertools.product(KVCacheLayout, repeat=2))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.planning import bytes_of_boxes
 
 from kvxfer.cache.layout import GroupGeometry, KVCacheLayout
@@ -18,7 +19,7 @@ from kvxfer.transfer.plan import CacheSide, TransferPlan, plan_transfer
 from kvxfer.transfer.reach import check_plan
 from kvxfer.transfer.regions import Region, RegionSet
 
-BUDGET = settings(max_examples=100, deadline=None, derandomize=True)
+BUDGET = settings(max_examples=examples(25, 100), deadline=None, derandomize=True)
 SIZE = 200
 ALL = RegionSet((Region(0, SIZE),))
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvxfer.cache.footprint import kv_tokens, prompt_chunks, prompt_entries, travelling
 from kvxfer.cache.layout import CacheGeometry, KVCacheLayout
@@ -18,7 +19,7 @@ from kvxfer.transfer.plan import CacheSide, plan_groups, plan_transfer
 from kvxfer.transfer.regions import Region, RegionSet
 from kvxfer.transfer.sides import cache_sides, why_not_blocks
 
-BUDGET = settings(max_examples=60, deadline=None, derandomize=True)
+BUDGET = settings(max_examples=examples(15, 60), deadline=None, derandomize=True)
 layouts = st.sampled_from(list(KVCacheLayout))
 dtypes = st.sampled_from(["float8_e5m2", "bfloat16", "float32"])
 

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvxfer.errors import RegionError
 from kvxfer.transfer.regions import Region, RegionSet
 
-BUDGET = settings(max_examples=150, deadline=None, derandomize=True)
+BUDGET = settings(max_examples=examples(40, 150), deadline=None, derandomize=True)
 
 regions = st.builds(Region, offset=st.integers(0, 40), size=st.integers(1, 8))
 spans = st.tuples(st.integers(0, 48), st.integers(1, 10))
