@@ -153,7 +153,7 @@ class NixlAgent(Agent):
 
     def warm(self, remote: RemotePeer, regions: Sequence[Region]) -> _Transfer | None:
         """All into the same few bytes of our own, which mean nothing."""
-        if not may_read(remote.host):
+        if not may_read(remote.where):
             return None
         if self._segment == "DRAM":  # there it is the connection that takes time, once
             if remote.agent in self._warmed:
@@ -308,7 +308,7 @@ class NixlConnector(AgentConnector):
         return reads_from(os.environ, has_rdma())
 
     def knows_ahead(self, remote: RemotePeer) -> bool:
-        return self.initiates is not Direction.PULL or may_read(remote.host)
+        return self.initiates is not Direction.PULL or may_read(remote.where)
 
 
 CONNECTOR = NixlConnector

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Literal
 
 from kvxfer.errors import UsageError
-from kvxfer.memory.limits import host_identity
 from kvxfer.transfer.connector import Where
 
 logger = logging.getLogger(__name__)
@@ -142,10 +141,8 @@ def reads_from(environ: Mapping[str, str], has_rdma: bool) -> frozenset[Where]:
     return frozenset(Where) if has_rdma else frozenset({Where.HOST})
 
 
-def may_read(host: str) -> bool:
-    """Whether a read of memory at `host`, as `host_identity` calls it, is no work of its owner's:
-    here and now."""
-    where = Where.HOST if host == host_identity() else Where.NETWORK
+def may_read(where: Where) -> bool:
+    """Whether a read of memory there is no work of its owner's: in this process, now."""
     return where in reads_from(os.environ, has_rdma())
 
 

@@ -14,8 +14,9 @@ import msgspec
 import numpy as np
 
 from kvxfer.errors import ConnectorError, RegionError
+from kvxfer.memory.limits import host_identity
 from kvxfer.transfer.boxes import Box
-from kvxfer.transfer.connector import Direction
+from kvxfer.transfer.connector import Direction, Where
 from kvxfer.transfer.coverage import crossed_edges, first_overlap
 from kvxfer.transfer.envelope import seal, unseal
 from kvxfer.transfer.plan import TransferPlan
@@ -61,6 +62,10 @@ class RemotePeer:
     regions: RegionSet
     host: str = ""
     """As in its description."""
+
+    @property
+    def where(self) -> Where:
+        return Where.HOST if self.host == host_identity() else Where.NETWORK
 
 
 def learn(

@@ -234,11 +234,10 @@ def test_the_prefill_that_a_router_named_is_preferred_and_not_waited_for():
     request = DecodeRequest(generate, "router", 0.0, output=[5])
     again = request.preempted(0.0)
     load = {"key-1": [1, 2, 3], "key-2": [1]}
+    others = [here[0], here[2]]
     for one in (request, again):
         assert choose_prefill(one, here, load) is here[1]
-    others = [here[0], here[2]]
-    assert choose_prefill(request, others, load) is None
-    assert choose_prefill(again, others, load) is here[0]
+        assert choose_prefill(one, others, load) is here[0]
 
 
 # --- a prefill worker that the test plays ---------------------------------------------------------
@@ -251,6 +250,7 @@ def serve(cluster, wire, asked, token):
             asked.request_id,
             asked.grant.grant_id,
             len(asked.tokens),
+            asked.grant.num_cached_tokens,
             SPEC.num_layers,
             1,
             token,
