@@ -22,7 +22,7 @@ from typing import Any
 
 PREPARED = (
     *("connectors.nixl", "connectors.peer", "connectors.staged", "decode.worker", "prefill.worker"),
-    *("kvxfer.cli", "kvxfer.demo.run", "kvxfer.serve.prompts", "kvxfer.worker.single"),
+    *("kvxfer.cli", "kvxfer.demo.run", "kvxfer.serve.complete", "kvxfer.worker.single"),
     *("kvxfer.model.attention", "transformers.models.llama.modeling_llama"),
 )
 """What the fork server imports for all."""
