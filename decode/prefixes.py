@@ -59,5 +59,9 @@ class Prefixes:
         computed = range(request.num_prompt_tokens, len(tokens))
         self._cache.insert(hashes, request.blocks, computed)
 
+    def counts(self) -> tuple[int, int]:
+        """Tokens that were looked up, and that were found."""
+        return self._cache.query_tokens, self._cache.hit_tokens
+
     def status(self) -> dict[str, int]:
         return prefix_status(self._cache)

@@ -92,13 +92,18 @@ class DecodeWorker:
         parts.peers.on_revoked = partial(self._receiver.revoked, self._requests.values())
         parts.growth.on_settled = self._admission.admit
         parts.metrics.load = self._load
+        parts.metrics.prefix_tokens = prefixes.counts
+        parts.metrics.num_preemptions = lambda: self._preemption.count
 
     # --- the router's messages ----------------------------------------------------------------
 
     def _on_generate(self, key: str, generate: Generate) -> None:
         deadline_s = time.monotonic() + self._parts.options.request_timeout_s
         request = DecodeRequest(generate, key, deadline_s, specs=self._parts.engine.specs)
-        problem = self._parts.residency.refusal or why_not(generate, self._parts.engine)
+        if never := why_not(generate, self._parts.engine):
+            self._finish(request, "refused", never)
+            return
+        problem = self._parts.residency.refusal
         if request.request_id in self._requests:
             problem = f"request_id: {request.request_id!r} is in use"
         if problem:

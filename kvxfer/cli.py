@@ -72,7 +72,7 @@ def prefill(options: WorkerOptions) -> int:
 def decode(
     options: WorkerOptions,
     *,
-    prefill: Annotated[list[str], Parameter(consume_multiple=True)],
+    prefill: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=())] = (),
 ) -> int:
     """Run a decode worker: takes prompts from routers, their KV from prefill workers.
 
@@ -82,7 +82,8 @@ def decode(
     Parameters
     ----------
     prefill
-        Address of each prefill worker; it may start later.
+        Address of each prefill worker; it may start later. A router that knows prefill workers
+        tells which there are: from then on its word counts.
     """
     return _become("decode")
 

@@ -38,8 +38,8 @@ HTTP_KEYS = frozenset(
 )  # fmt: skip
 """Options of what serves HTTP, for those who must not import it (see `kvxfer.serve.options`)."""
 ROUTER_KEYS = HTTP_KEYS | {
-    "decode", "key_file", "max_model_len", "model", "peer_keys", "peer_timeout_s", "prefill",
-    "request_timeout_s",
+    "decode", "key_file", "log_format", "max_model_len", "model", "otlp_traces_endpoint",
+    "peer_keys", "peer_timeout_s", "prefill", "request_timeout_s",
 }  # fmt: skip
 SERVE_KEYS = HTTP_KEYS | {"prefill", "decode", "start_timeout_s", "log_dir"}
 TABLE_KEYS = {

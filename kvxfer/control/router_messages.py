@@ -62,7 +62,8 @@ class Token(WireStruct, frozen=True):
 class Finished(WireStruct, frozen=True):
     request_id: str
     reason: str
-    """stop, length, cancelled, error, or overloaded: nothing was done, and may be asked again."""
+    """stop, length, cancelled, error, overloaded: nothing was done, and may be asked again, or
+    refused: nothing was done, and this worker can never do it."""
     error: str
     num_blocks: int
     transfer: TransferStats

@@ -58,7 +58,8 @@ class GenerationEndpoint:
         with contextlib.suppress(ClientDisconnect, ClientGone):
             body = await read_body(scope, receive, self._limits)
             request = parse(body, self._kind)
-            ask = await ask_of(request, self._served, self._limits, self._executor)
+            served = self._front.limited(self._served)
+            ask = await ask_of(request, served, self._limits, self._executor)
             request_id = f"{self._prefix}-{secrets.token_hex(16)}"
             generation = Generation.begin(
                 self._front,

@@ -15,13 +15,14 @@ import contextlib
 import logging
 import select
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvxfer.control.router_messages import Sampling
 from kvxfer.errors import ControlError
 from kvxfer.serve.completion import Backend, Completion
 from kvxfer.serve.observed import Observed
 from kvxfer.serve.router import Router
+from kvxfer.serve.served import ServedModel
 from kvxfer.telemetry.request_metrics import RequestMetrics
 from kvxfer.telemetry.spans import NO_SPAN, NO_SPANS, Spans
 
@@ -145,6 +146,12 @@ class Front:
     def ready(self, role: str) -> list[Backend]:
         """The workers of a role that something new may be given to."""
         return [one for one in self.router.backends if one.role == role and one.takes_new]
+
+    def limited(self, served: ServedModel) -> ServedModel:
+        """`served` with what the decode workers that are there take, where that is less."""
+        told = [one.facts.max_model_len for one in self.ready("decode") if one.facts is not None]
+        longest = min(told, default=served.max_model_len)
+        return served if longest >= served.max_model_len else replace(served, max_model_len=longest)
 
     def knows(self, role: str) -> bool:
         """Whether there was a worker of that role: a prompt waits until it is there again."""

@@ -96,6 +96,8 @@ class Answer:
             return "length"
         if finished.reason == "overloaded":
             raise try_later(finished.error or "overloaded", finished.retry_after_s)
+        if finished.reason == "refused":
+            raise ApiError(400, finished.error, code="refused")
         raise ApiError(500, finished.error or f"the answer ended: {finished.reason}")
 
 

@@ -13,6 +13,8 @@ from cyclopts import Parameter
 from kvxfer.control.auth import Keys
 from kvxfer.control.channel import check_dial
 from kvxfer.errors import UsageError
+from kvxfer.telemetry.logs import LogFormat
+from kvxfer.telemetry.spans import check_endpoint
 
 MOST_WORKERS = 64
 """That `kvxfer serve` starts of each kind; far more is a slip of the finger."""
@@ -65,6 +67,11 @@ class RouterOptions(HttpOptions):
     max_model_len: int = 0
     """Longest prompt plus output in tokens (default: the model's). The workers' decides; a smaller
     one here refuses earlier."""
+    otlp_traces_endpoint: str = ""
+    """URL that OpenTelemetry traces of requests are sent to (OTLP over HTTP), as in
+    http://127.0.0.1:4318/v1/traces. Needs kvxfer[otel]; workers have to be told it, too."""
+    log_format: LogFormat = "text"
+    """text, or json: an object a line."""
     request_timeout_s: float = 120.0
     """For one answer."""
     peer_timeout_s: float = 5.0
@@ -108,6 +115,7 @@ def check_seconds(name: str, value: float, least: float = 0.001) -> None:
 def check_router(options: RouterOptions) -> Keys | None:
     """The same for `kvxfer router`, whose keys it returns."""
     check_http(options)
+    check_endpoint(options.otlp_traces_endpoint)
     check_seconds("request_timeout_s", options.request_timeout_s)
     check_seconds("peer_timeout_s", options.peer_timeout_s)
     if options.max_model_len < 0:

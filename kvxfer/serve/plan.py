@@ -70,8 +70,10 @@ def plan_serve(
     addresses = {name: f"{IPC}{run_dir / name}" for _, name in names}
     prefills = [addresses[name] for role, name in names if role == "prefill"]
     workers = []
-    for role, name in names:
+    for index, (role, name) in enumerate(names):
         own = replace(placed[name], worker_id=name, listen=addresses[name])
+        if own.metrics_port:  # one host, so a port for each
+            own = replace(own, metrics_port=own.metrics_port + index)
         more = [word for one in prefills for word in ("--prefill", one)] if role == "decode" else []
         workers.append(WorkerPlan(name, role, (*as_arguments(own), *more), addresses[name]))
     return ServePlan(tuple(workers), tuple(notes))

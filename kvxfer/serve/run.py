@@ -29,12 +29,13 @@ from kvxfer.serve.router import Router
 from kvxfer.serve.served import ServedModel
 from kvxfer.serve.service import Service
 from kvxfer.serve.uvicorn_server import bind
-from kvxfer.telemetry.log_rate import BoundedLog
+from kvxfer.telemetry.logs import LogFormat, set_up_logging
+from kvxfer.telemetry.spans import open_spans
 
 
 def run_router(options: RouterOptions) -> int:
     """Serve HTTP in front of workers that others started. Raises KvxferError."""
-    _start_log("router")
+    _start_log("router", options.log_format)
     keys = check_router(options)
     served = _load(options, options.model, options.max_model_len)
     with ExitStack() as stack:
@@ -49,7 +50,9 @@ def run_router(options: RouterOptions) -> int:
         for role, addresses in (("prefill", options.prefill), ("decode", options.decode)):
             for address in addresses:
                 router.add(address, role)
-        Service(options, served, router, listener).run()
+        spans = open_spans(options.otlp_traces_endpoint, "router", "router")
+        stack.callback(spans.close)
+        Service(options, served, router, listener, spans=spans).run()
     return 0
 
 
@@ -58,7 +61,7 @@ def run_serve(
 ) -> int:
     """Start workers on this host, and serve HTTP in front of them. `worker` is what all are told,
     `by_role` what those of a role are. Raises KvxferError."""
-    _start_log("serve")
+    _start_log("serve", worker.log_format)
     check_serve(options)
     keys = Keys.load(worker.key_file, worker.peer_keys)
     with ExitStack() as stack:
@@ -77,6 +80,8 @@ def run_serve(
             keys=keys,
         )
         stack.callback(router.close)
+        spans = open_spans(worker.otlp_traces_endpoint, "router", "serve")
+        stack.callback(spans.close)
         stack.enter_context(screen)
         supervisor = _start_workers(plan, launcher, router, screen)
 
@@ -85,7 +90,7 @@ def run_serve(
             print(line, flush=True)
 
         Service(
-            options, served, router, listener, supervisor=supervisor,
+            options, served, router, listener, spans=spans, supervisor=supervisor,
             start_timeout_s=options.start_timeout_s, announce=announce, on_end=launcher.terminate,
         ).run()  # fmt: skip
     return 0
@@ -130,10 +135,6 @@ def _load(options: HttpOptions, model: Path, max_model_len: int) -> ServedModel:
     )
 
 
-def _start_log(name: str) -> None:
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(message)s", force=True
-    )
+def _start_log(name: str, log_format: LogFormat) -> None:
+    set_up_logging(name, name, log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(BoundedLog())

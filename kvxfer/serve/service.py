@@ -35,6 +35,7 @@ from kvxfer.serve.overview import Overview, overview
 from kvxfer.serve.router import Router
 from kvxfer.serve.served import Limits, ServedModel
 from kvxfer.serve.uvicorn_server import HttpServer
+from kvxfer.telemetry.spans import NO_SPANS, Spans
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Service:
         router: Router,
         listener: socket.socket,
         *,
+        spans: Spans = NO_SPANS,
         supervisor: Supervisor | None = None,
         start_timeout_s: float = 0.0,
         announce: Callable[[str], None] = print,
@@ -69,6 +71,7 @@ class Service:
         self._announce = announce
         self._on_end = on_end
         self._front = Front(router)
+        self._front.spans = spans
         self._url = url_of(listener)
         self._start_deadline_s = time.monotonic() + start_timeout_s if supervisor else 0.0
         self._drain_deadline_s = 0.0

@@ -70,6 +70,8 @@ WORKER = (
     Family("kvxfer_prefix_cache_hits_total", "counter", "Of these, tokens that were found."),
     Family("kvxfer_requests_total", "counter", "Requests that ended at this worker, by why.",
            ("reason",)),
+    Family("kvxfer_num_preemptions_total", "counter",
+           "Times that decode took a sequence's blocks for an older one."),
     Family("kvxfer_num_requests_running", "gauge", "Requests that are being worked on."),
     Family("kvxfer_num_requests_waiting", "gauge", "Requests that wait for their turn."),
     Family("kvxfer_peers", "gauge", "Workers that KV may flow to or from."),

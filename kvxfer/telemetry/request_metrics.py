@@ -8,7 +8,7 @@ from collections.abc import Callable
 from kvxfer.telemetry.families import BETWEEN_TOKENS_S, FIRST_TOKEN_S, REQUEST_S
 from kvxfer.telemetry.metrics import Samples, Tally
 
-REASONS = ("stop", "length", "cancelled", "overloaded", "error")
+REASONS = ("stop", "length", "cancelled", "overloaded", "refused", "error")
 """How a request may end; any other reason counts as an error."""
 
 

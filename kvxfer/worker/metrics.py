@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MAX_PEERS_TOLD = 256
 """Peers whose lanes are told, whoever comes: all is far less than `MAX_METRICS_CHARS`."""
-REASONS = ("done", "stop", "length", "cancelled", "overloaded", "error")
+REASONS = ("done", "stop", "length", "cancelled", "overloaded", "refused", "error")
 """Why a request may end at a worker. done: prefill's, handed over."""
 
 
@@ -31,6 +31,8 @@ class WorkerMetrics:
         """Requests that are worked on, and that wait; set by the role."""
         self.prefix_tokens: Callable[[], tuple[int, int]] | None = None
         """Tokens that were looked up in the role's prefix cache, and that were found."""
+        self.num_preemptions: Callable[[], int] | None = None
+        """Of a role that may take blocks from sequences."""
         self.turned_away: Callable[[], Mapping[str, int]] = dict
         """Messages and connections, by name."""
 
@@ -89,6 +91,8 @@ class WorkerMetrics:
             queries, hits = self.prefix_tokens()
             found.add("kvxfer_prefix_cache_queries_total", queries)
             found.add("kvxfer_prefix_cache_hits_total", hits)
+        if self.num_preemptions is not None:
+            found.add("kvxfer_num_preemptions_total", self.num_preemptions())
         for reason, count in self._ended.items():
             found.add("kvxfer_requests_total", count, reason=reason)
         running, waiting = self.load()
