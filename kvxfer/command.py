@@ -60,7 +60,7 @@ class Settings:
         text = asked[0].value if asked else self.environment.get(PREFIX + "CONFIG", "")
         known = options.keys() - HIDDEN
         self._check_variables(known)
-        section = self.section or commands[-1]
+        section = self.section or (commands[-1] if commands else "")
         entries = entries_for(section, known, Path(text), self.serve_as) if text else {}
         for key in known:
             if not options[key].tokens:

@@ -1,6 +1,7 @@
 """Commands end with 0, 1 or 2, in one line, and never in a traceback."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import cyclopts
@@ -8,6 +9,7 @@ import pytest
 from cyclopts import Parameter
 
 from kvxfer.command import run_app, run_command
+from kvxfer.config import WorkerOptions
 from kvxfer.errors import KvxferError, UsageError, WorkerDied
 
 
@@ -92,6 +94,21 @@ def test_help_is_0_and_on_stdout(capsys):
     assert "What it does." in out
     assert "--kind" in out
     assert err == ""
+
+
+def test_a_program_of_no_table_reads_what_is_for_all(monkeypatch, tmp_path):
+    file = tmp_path / "kvxfer.toml"
+    file.write_text('model = "m"\nblock_size = 8\n[prefill]\nblock_size = 4\n')
+    found = []
+
+    def program(options: WorkerOptions) -> int:
+        found.append((options.model, options.block_size))
+        return 0
+
+    monkeypatch.setattr("sys.argv", ["program", "--config", str(file)])
+    with pytest.raises(SystemExit) as exit_:
+        run_command(program, "python -m program")
+    assert (exit_.value.code, found) == (0, [(Path("m"), 8)])
 
 
 @pytest.mark.parametrize("argv, code", [([], 3), (["--size", "x"], 2), (["--size", "9"], 1)])

@@ -98,7 +98,7 @@ def test_whoever_asks_is_answered_and_what_is_turned_away_is_counted(cluster):
 def test_a_failed_transfer_is_counted_as_nothing_else(cluster):
     _, decode = cluster.pair("pull")
     decode.connector.refuse.add("submit")
-    sent = cluster.send(decode)
+    sent = cluster.send(decode, num_tokens=4)  # one piece
     cluster.finish(sent)
     assert "submit is refused" in sent.finished.error
     labels = {"connector": "loopback", "direction": "pull"}
