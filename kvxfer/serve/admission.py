@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvxfer.serve.openai_errors import ApiError
+from kvxfer.serve.openai.errors import ApiError
 from kvxfer.worker.service_times import ServiceTimes
 
 

@@ -27,11 +27,11 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvxfer.serve.admission import Admission
-from kvxfer.serve.endpoint import GenerationEndpoint
 from kvxfer.serve.front import Front
 from kvxfer.serve.health import Probe
-from kvxfer.serve.openai_errors import ApiError, json_response
-from kvxfer.serve.openai_types import ChatRequest, CompletionRequest
+from kvxfer.serve.openai.endpoint import GenerationEndpoint
+from kvxfer.serve.openai.errors import ApiError, json_response
+from kvxfer.serve.openai.types import ChatRequest, CompletionRequest
 from kvxfer.serve.served import Limits, ServedModel
 
 ROLES = ("prefill", "decode")

@@ -10,9 +10,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from kvxfer.control.router_messages import Sampling
-from kvxfer.serve.chat import render
-from kvxfer.serve.openai_errors import ApiError, refuse
-from kvxfer.serve.openai_types import ChatRequest, Common, CompletionRequest, prompts_of
+from kvxfer.serve.openai.chat import render
+from kvxfer.serve.openai.errors import ApiError, refuse
+from kvxfer.serve.openai.types import ChatRequest, Common, CompletionRequest, prompts_of
 from kvxfer.serve.served import Limits, ServedModel
 
 DEFAULT_MAX_TOKENS = 16

@@ -13,10 +13,10 @@ from support.commands import TINY_MODEL
 from support.http_service import MAX_LEN, MODEL, served_model
 
 from kvxfer.model.tokenizer import Tokenizer
-from kvxfer.serve import openai_types
-from kvxfer.serve.openai_errors import ApiError
-from kvxfer.serve.openai_request import Ask, ask_of
-from kvxfer.serve.openai_types import UNSUPPORTED, ChatRequest, CompletionRequest, parse
+from kvxfer.serve.openai import types as openai_types
+from kvxfer.serve.openai.errors import ApiError
+from kvxfer.serve.openai.request import Ask, ask_of
+from kvxfer.serve.openai.types import UNSUPPORTED, ChatRequest, CompletionRequest, parse
 from kvxfer.serve.served import Limits
 
 SERVED = served_model()

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvxfer.serve.generation import Answer, Delta
-from kvxfer.serve.openai_request import Ask
+from kvxfer.serve.openai.generation import Answer, Delta
+from kvxfer.serve.openai.request import Ask
 
 Body = dict[str, Any]
 

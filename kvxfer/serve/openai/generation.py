@@ -18,9 +18,9 @@ from kvxfer.errors import ControlError
 from kvxfer.model.tokenizer import Tokenizer
 from kvxfer.serve.admission import Admission, try_later
 from kvxfer.serve.front import Front, Stream
-from kvxfer.serve.openai_errors import ApiError
-from kvxfer.serve.openai_request import Ask, Prompt
-from kvxfer.serve.stop_strings import StopStrings
+from kvxfer.serve.openai.errors import ApiError
+from kvxfer.serve.openai.request import Ask, Prompt
+from kvxfer.serve.openai.stop_strings import StopStrings
 
 FinishReason = Literal["stop", "length"]
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvxfer.errors import ModelError
-from kvxfer.serve.openai_errors import ApiError, refuse
-from kvxfer.serve.openai_types import ChatRequest, Message
+from kvxfer.serve.openai.errors import ApiError, refuse
+from kvxfer.serve.openai.types import ChatRequest, Message
 from kvxfer.serve.served import ServedModel
 
 OURS = ("messages", "tools", "documents")

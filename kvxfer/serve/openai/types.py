@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvxfer.serve.openai_errors import ApiError, refuse
+from kvxfer.serve.openai.errors import ApiError, refuse
 
 logger = logging.getLogger(__name__)
 

@@ -24,14 +24,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from kvxfer.serve.admission import Admission
-from kvxfer.serve.answers import Answers
 from kvxfer.serve.front import Front
-from kvxfer.serve.generation import ClientGone, Generation
-from kvxfer.serve.openai_errors import ApiError, json_response
-from kvxfer.serve.openai_request import Ask, ask_of
-from kvxfer.serve.openai_types import ChatRequest, CompletionRequest, parse
+from kvxfer.serve.openai.answers import Answers
+from kvxfer.serve.openai.errors import ApiError, json_response
+from kvxfer.serve.openai.generation import ClientGone, Generation
+from kvxfer.serve.openai.request import Ask, ask_of
+from kvxfer.serve.openai.sse import EventStream
+from kvxfer.serve.openai.types import ChatRequest, CompletionRequest, parse
 from kvxfer.serve.served import Limits, ServedModel
-from kvxfer.serve.sse import EventStream
 
 
 class GenerationEndpoint:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.serve.stop_strings import StopStrings
+from kvxfer.serve.openai.stop_strings import StopStrings
 
 texts = st.text("abc", max_size=30)
 stop_lists = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)
