@@ -308,7 +308,14 @@ class NixlConnector(AgentConnector):
         return reads_from(os.environ, has_rdma())
 
     def knows_ahead(self, remote: RemotePeer) -> bool:
-        return self.initiates is not Direction.PULL or may_read(remote.where)
+        """At one of the two ends, the one that is likely to start transfers (`agent_epoch` says
+        why): decode where it may read, else prefill."""
+        if self.initiates is None:
+            return True
+        pulls = Direction.PULL in self.expects and (
+            may_read(remote.where) or Direction.PUSH not in self.expects
+        )
+        return self.initiates is (Direction.PULL if pulls else Direction.PUSH)
 
 
 CONNECTOR = NixlConnector

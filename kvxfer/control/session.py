@@ -97,8 +97,6 @@ class Peer:
     """The oldest of our epochs that it may still know us by, since it was last greeted."""
     refusal: HandshakeRejected | None = None
     """Why KV may not flow, by its word or ours, since it was last ready."""
-    learnt_s: float = 0.0
-    """When one of us last learnt an agent of the other's."""
     acked_generation: int = 0
     """The newest of our generations that it has loaded."""
     is_draining: bool = False

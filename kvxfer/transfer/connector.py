@@ -72,6 +72,8 @@ class Connector(ABC):
     """Who may start a transfer."""
     initiates: Direction | None = None
     """What its worker starts, as a rule; None: either."""
+    expects: frozenset[Direction] = frozenset(Direction)
+    """What may be started by either side."""
 
     @abstractmethod
     def __init__(self, agent_name: str, memory: MemoryWindow) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from kvxfer.errors import ConnectorError
 from kvxfer.transfer.connector import Connector, Direction, MemoryWindow, TicketResult
-from kvxfer.transfer.lanes import Lane
+from kvxfer.transfer.lanes import AUTO, Lane
 from kvxfer.transfer.plan import TransferPlan
 from kvxfer.transfer.regions import Region
 
@@ -47,9 +47,11 @@ class MultiConnector:
         memory: MemoryWindow,
         initiates: Direction,
         all_needed: bool = True,
+        lane: str = AUTO,
     ) -> MultiConnector:
         """All of `types`, or ConnectorError and none. Unless `all_needed`, those that can be had
-        here, at least one; a line of the log says why not the others."""
+        here, at least one; a line of the log says why not the others. `lane`: one of LANES, as the
+        worker was told."""
         made: dict[str, Connector] = {}
         with ExitStack() as undo:
             for name, kind in types.items():
@@ -61,6 +63,8 @@ class MultiConnector:
                     logger.warning("the %s connector is left out: %s", name, error)
                 else:
                     undo.callback(made[name].close)
+                    if lane != AUTO:
+                        made[name].expects = frozenset({Direction(lane)})
             undo.pop_all()
         return cls(made, initiates)
 

@@ -16,9 +16,6 @@ from kvxfer.control.facts import WorkerFacts
 from kvxfer.control.session import Peer
 
 GRACE_S = 1.0
-YOUNG_S = 1.0
-"""A peer that dies so soon after one of us learnt an agent of the other's may leave connections
-half made, which UCX keeps with the agent (twice in 720 such deaths)."""
 
 
 @dataclass(slots=True)
@@ -36,13 +33,12 @@ class Holders:
         """Keys of those who were told of the newest revocation and have not acknowledged it."""
         self._lost: dict[str, _Lost] = {}
         """By worker id, or by key where it never said who it is."""
-        self._astray: dict[str, str] = {}
-        """Incarnations of lost peers, whatever they let go of; '' where the connections were young.
-        By worker id."""
+        self._astray: set[str] = set()
+        """Worker ids of lost peers, whatever they let go of."""
         self.came_back: dict[str, float] = {}
-        """Lost peers of which a transport may keep something, and that are here again: it goes with
-        the next epoch. Worker ids, and when that is due: at once where we dialled, in a while where
-        they did."""
+        """Lost peers that are here again, as they were or started anew: what a transport kept of
+        them (twice in 720 deaths a connection that was half made) goes with the next epoch. Worker
+        ids, and when that is due: at once where we dialled, in a while where they did."""
 
     def told(self, peer: Peer) -> None:
         self.owing.add(peer.key)
@@ -52,7 +48,6 @@ class Holders:
         self.owing.discard(peer.key)
         self._lost.pop(peer.name, None)
         peer.told_epoch = epoch
-        peer.learnt_s = time.monotonic()
 
     def lost(self, peer: Peer, epoch: int) -> None:
         """In `epoch`, which it may have heard of.
@@ -65,8 +60,7 @@ class Holders:
             return
         told = set(range(peer.told_epoch, epoch + 1)) if peer.is_met else set()
         incarnation = peer.facts.incarnation if peer.facts else ""
-        is_young = time.monotonic() - peer.learnt_s < YOUNG_S
-        self._astray[peer.name] = "" if is_young else incarnation
+        self._astray.add(peer.name)
         before = self._lost.get(peer.name)
         if before is not None and before.incarnation == incarnation:
             told |= before.epochs
@@ -79,7 +73,8 @@ class Holders:
     def met(self, peer: Peer, facts: WorkerFacts) -> None:
         """A process said who it is: an older one of the same worker is dead, and it may be the one
         whom we greeted before in vain."""
-        if self._astray.pop(facts.worker_id, None) in ("", facts.incarnation):
+        if facts.worker_id in self._astray:
+            self._astray.remove(facts.worker_id)
             grace_s = 0.0 if peer.key.startswith("out:") else GRACE_S
             self.came_back[facts.worker_id] = time.monotonic() + grace_s
         unnamed = self._lost.pop(peer.key, None)

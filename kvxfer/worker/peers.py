@@ -239,7 +239,7 @@ class PeerTable:
 
         def done(reached: frozenset[str]) -> None:
             if is_on():
-                peer.reached, peer.learnt_s = reached, time.monotonic()
+                peer.reached = reached
                 loaded()
 
         def failed(error: KvxferError) -> None:

@@ -201,7 +201,7 @@ class RankHost:
     # --- the transfer line ----------------------------------------------------------------------
 
     def open_connectors(
-        self, names: list[str], agent: str, initiates: Direction, all_needed: bool
+        self, names: list[str], agent: str, initiates: Direction, all_needed: bool, lane: str
     ) -> list[str]:
         """As `MultiConnector.open`, of this rank's cache, and used once; returns which."""
         cache, driver = self.cache, self.cache.buffer.driver
@@ -210,7 +210,7 @@ class RankHost:
         window = MemoryWindow(base, size, driver.device, cache.buffer)
         types = load_connectors(",".join(names))
         name = f"{agent}.{self.place.rank}"
-        connector = MultiConnector.open(types, name, window, initiates, all_needed)
+        connector = MultiConnector.open(types, name, window, initiates, all_needed, lane)
         with ExitStack() as undo:
             undo.callback(connector.close)
             if self._meter is not None:

@@ -107,7 +107,7 @@ METHODS: Mapping[str, Method] = {
     "describe": Method(RankHost.describe, tuple[()], RankCache, _TRANSFER, _BRIEF_S),
     "open_connectors": Method(
         RankHost.open_connectors,
-        tuple[list[str], str, Direction, bool],
+        tuple[list[str], str, Direction, bool, str],
         list[str],
         _TRANSFER,
         _MEMORY_S,

@@ -54,7 +54,8 @@ class RankedStart(Start):
         self.progress(f"starting connectors: {', '.join(names)}")
         agent = f"{options.worker_id}.{incarnation}"
         named = options.is_connector_named
-        opened = self.group.call("open_connectors", names, agent, initiates, named)
+        how = initiates, named, options.lane
+        opened = self.group.call("open_connectors", names, agent, *how)
         self._opened = [name for name in names if all(name in those for those in opened)]
         if not self._opened:
             reason = f"the ranks have none in common: {opened}"

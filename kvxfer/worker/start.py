@@ -175,7 +175,9 @@ class Start:
         window = MemoryWindow(cache.buffer.base_address, cache.geometry.total_bytes, device, buffer)
         agent = f"{options.worker_id}.{incarnation}"
         named = options.is_connector_named
-        connector = MultiConnector.open(self.connectors, agent, window, initiates, named)
+        connector = MultiConnector.open(
+            self.connectors, agent, window, initiates, named, options.lane
+        )
         self.undo.callback(connector.close)
         return connector
 

@@ -145,21 +145,25 @@ def test_an_agent_that_is_kept_serves_whoever_was_told_of_it(pair: list[Side]) -
 
 
 @pytest.mark.parametrize("initiates", [Direction.PULL, Direction.PUSH])
+@pytest.mark.parametrize("lane", ["auto", "push", "pull"])
 @transports
-def test_who_moves_nothing_makes_no_connection(
-    pair: list[Side], initiates: Direction, request: pytest.FixtureRequest
+def test_one_end_alone_makes_a_connection_ahead_of_use(
+    pair: list[Side], initiates: Direction, lane: str, request: pytest.FixtureRequest
 ) -> None:
-    """Two that make one to each other at once abort the one whose peer dies meanwhile; where it is
-    asked for after all, it is made then."""
+    """Two that make one to each other at once abort the one whose peer dies meanwhile. The other
+    makes one when it is asked for after all."""
     left, right = pair
     left.connector.initiates = initiates
+    if lane != "auto":
+        left.connector.expects = frozenset({Direction(lane)})
     reads = request.node.callspec.params["pair"] != "tcp"
+    likely = Direction(lane) if lane != "auto" else Direction.PULL if reads else Direction.PUSH
     meet(left, right)
     (agent,) = (remote.agent for remote in left.connector._peers.values())
-    assert left.connector._epoch.knows(agent) == (reads or initiates is Direction.PUSH)
+    assert left.connector._epoch.knows(agent) == (initiates is likely)
     left.renew()
     left.connector.poll()
-    assert left.connector._epoch.knows(agent) == (reads or initiates is Direction.PUSH)
+    assert left.connector._epoch.knows(agent) == (initiates is likely)
     right.connector.renew("left", left.base, left.told)
     move(left, right)
     assert left.connector._epoch.knows(agent)

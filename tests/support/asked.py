@@ -38,7 +38,7 @@ class Asked:
             whole = self.reference.tokens, self.reference.digests
             if (self.output, self.digests) != whole:
                 raise WrongToken(f"{self} is not whole")
-        elif self.reason in ("error", "lost", "overloaded"):
+        elif self.reason in ("error", "lost", "overloaded", "refused"):
             assert self.error, f"no reason is given: {self}"
         else:
             assert self.reason == "cancelled", self

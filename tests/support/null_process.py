@@ -78,7 +78,7 @@ def null_engine(
     cache.extend([1])
     window = MemoryWindow(cache.buffer.base_address, geometry.total_bytes, "cpu", cache.buffer)
     agent = f"{options.worker_id}.{incarnation}"
-    connector = MultiConnector.open(connectors, agent, window, initiates, True)
+    connector = MultiConnector.open(connectors, agent, window, initiates, True, options.lane)
     return Engine(
         options=options,
         info=make_info(),
