@@ -22,7 +22,7 @@ from support.fault_cases import Case, all_cases, run_case, states
 from support.fault_record import ROUNDS, FaultRecord
 from support.fork_server import ForkServer
 from support.service import Service
-from support.violations import kind_of
+from support.violations import MoreHeld, kind_of
 
 from kvxfer.bench.report import Figure
 
@@ -50,13 +50,20 @@ class Result:
     """Of the error, by the names of `violations`."""
     ends: dict[str, int]
     took_s: float
+    is_chance: bool = False
+    """The error may be one of what was compared, not of what was done."""
 
 
 class Campaign:
-    """Each service in a thread of its own takes the next case until none is left."""
+    """Each service in a thread of its own takes the next case until none is left.
 
-    def __init__(self, server: ForkServer) -> None:
+    Where a process holds more than others did, the case is tried once more by another service,
+    unless figures are recorded: UCX may have a socket more between two agents than between those
+    that were counted first, and a leak of ours would be there again."""
+
+    def __init__(self, server: ForkServer, is_recorded: bool) -> None:
         self._server = server
+        self._is_recorded = is_recorded
         self._results: list[Result] = []
 
     def run(self, cases: list[Case], round_: int) -> list[Result]:
@@ -78,24 +85,35 @@ class Campaign:
     def _work(self, kind: dict[str, Any], cases: queue.SimpleQueue[Case]) -> None:
         service: Service | None = None
         while not cases.empty():
-            case, began = cases.get(), time.monotonic()
-            error, kind_of_error, ends = "", "", {}
-            try:
-                if service is None:
-                    service = Service(self._server, **kind)
-                    service.__enter__()
-                ends = run_case(service, case)
-            except Exception as problem:
-                error = f"{type(problem).__name__}: {problem}"
-                kind_of_error = kind_of(problem)
-                if service is not None:
-                    service.__exit__()
-                service = None
-            name = " ".join(map(str, kind.values()))
-            took_s = time.monotonic() - began
-            self._results.append(Result(case, name, error, kind_of_error, ends, took_s))
+            case = cases.get()
+            service, result = self._try(service, kind, case)
+            if result.is_chance and not self._is_recorded:
+                print(f"seen once, tried again: {case} ({result.service}): {result.error}")
+                service, result = self._try(service, kind, case)
+            self._results.append(result)
         if service is not None:
             service.__exit__()
+
+    def _try(
+        self, service: Service | None, kind: dict[str, Any], case: Case
+    ) -> tuple[Service | None, Result]:
+        """What came of it, and the service, which goes on unless it failed."""
+        began, error, kind_of_error, ends = time.monotonic(), "", "", {}
+        is_chance = False
+        try:
+            if service is None:
+                service = Service(self._server, **kind)
+                service.__enter__()
+            ends = run_case(service, case)
+        except Exception as problem:
+            error = f"{type(problem).__name__}: {problem}"
+            kind_of_error, is_chance = kind_of(problem), isinstance(problem, MoreHeld)
+            if service is not None:
+                service.__exit__()
+            service = None
+        name = " ".join(map(str, kind.values()))
+        took_s = time.monotonic() - began
+        return service, Result(case, name, error, kind_of_error, ends, took_s, is_chance)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +137,8 @@ def results(
     fault_record.wanted[NAME] = ROUNDS * sum(map(len, all_of.values()))
     for round_ in range(ROUNDS):
         cases = [case for state in wanted for case in all_of[state]]
-        for result in Campaign(fork_server).run(cases, round_):
+        is_recorded = request.config.getoption("--record") is not None
+        for result in Campaign(fork_server, is_recorded).run(cases, round_):
             found[result.case.state].append(result)
             count(fault_record, result)
     reached = sum(any(not one.error for one in results) for results in found.values())

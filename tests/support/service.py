@@ -21,7 +21,7 @@ from support.fork_server import ForkServer
 from support.null_process import SPEC
 from support.null_runner import VOCAB_SIZE, Reference
 from support.service_processes import Process, RouterProcess, free_port, num_failed, until
-from support.violations import Crash, Hang, Leak, NoRecovery
+from support.violations import Crash, Hang, Leak, MoreHeld, NoRecovery
 
 from kvxfer.control.cache_messages import CacheState, Shrink, Sleep, WakeUp
 from kvxfer.serve.completion import Backend
@@ -359,7 +359,7 @@ class Service:
         with contextlib.suppress(AssertionError):
             until(is_flat, 3 * PEER_TIMEOUT_S, "")
         if not is_flat():
-            raise Leak(
+            raise MoreHeld(
                 f"{self.name}: {process.role} leaks: {before} became {used}, {allowed} allowed;"
                 f" open: {process.open_files()}\n{self.tails()}"
             )

@@ -15,6 +15,10 @@ class Leak(Violation):
     """Blocks, regions, descriptors or threads that nobody holds any more, and that are not free."""
 
 
+class MoreHeld(Leak):
+    """Descriptors or threads; UCX's own sockets are among them."""
+
+
 class Hang(Violation):
     """A request without an end within its deadlines."""
 
