@@ -28,7 +28,13 @@ def own_log() -> Iterator[None]:
 
 @pytest.fixture
 def kvxfer(monkeypatch, capsys):
-    """The exit code of a command line, and what it said on stderr."""
+    """The exit code of a command line, and what it said on stderr. A worker is never begun: it
+    would take the place of this process."""
+
+    def not_here(*command: object) -> None:
+        raise AssertionError(f"{command} was begun")
+
+    monkeypatch.setattr("os.execv", not_here)
 
     def asked(*arguments):
         monkeypatch.setattr("sys.argv", ["kvxfer", *arguments])
@@ -70,7 +76,7 @@ WRONG = [
     (("router", *ROUTER, "--decode", "tcp://10.1.2.3:5"), ("decode", "10.1.2.3", "key_file")),
     (("router", *ROUTER, "--shutdown-timeout-s", "-1"), ("shutdown_timeout_s", "-1")),
     (("prefill", *MODEL, "--no-such"), ("--no-such",)),
-    (("decode", *MODEL), ("--prefill",)),
+    (("decode", "--prefill", "tcp://127.0.0.1:1"), ("--model",)),
     (("status", "--url", "localhost"), ("url", "localhost")),
     (("complete", *MODEL, "--decode", "x", "--top-p", "0"), ("top_p", "0")),
 ]
