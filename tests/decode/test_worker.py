@@ -25,7 +25,7 @@ def test_a_prompt_that_cannot_be_served_is_refused_in_one_answer(cluster, reques
         request_ = {"tokens": [1] * request_["num_tokens"], **request_}
     sent = cluster.send(decode, **request_)
     cluster.finish(sent)
-    assert sent.finished.reason == "error"
+    assert sent.finished.reason == "refused"
     assert reason in sent.finished.error
     assert "\n" not in sent.finished.error
     cluster.until_idle()
@@ -46,7 +46,7 @@ def test_bad_sampling_costs_the_request_and_no_peer(cluster, lane, sampling):
     prefill, decode = cluster.pair(lane)
     bad = cluster.send(decode, sampling=sampling)
     cluster.finish(bad)
-    assert bad.finished.reason == "error"
+    assert bad.finished.reason == "refused"
     assert len(prefill.peers.ready()) == len(decode.peers.ready()) == 1
     good = cluster.send(decode)
     cluster.finish(good)
