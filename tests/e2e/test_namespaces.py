@@ -1,15 +1,13 @@
 """Prefill and decode in two network namespaces, as on two hosts: KV over TCP, control over Unix
 sockets, and what comes out is what a single process gives.
 
-By default they are forked from a process that has imported what they need; with --slow they are
-started as a user starts them."""
+They are started as a user starts them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from support.fork_server import ForkServer
 from support.namespaces import LINK_MBIT, Apart, apart, skip_unless_permitted
 
 LANES = ("nixl/push", "nixl/pull")
@@ -22,14 +20,12 @@ def permitted() -> None:
     skip_unless_permitted()
 
 
-STARTED = [pytest.param(lane, False, marks=pytest.mark.slow) for lane in ("auto", "pull", "push")]
+DIRECTIONS = [pytest.param(lane, marks=pytest.mark.slow) for lane in ("pull", "push")]
 
 
-@pytest.mark.parametrize(("lane", "is_forked"), [("auto", True), *STARTED])
-def test_equals_a_single_process_while_the_cache_grows(
-    lane: str, is_forked: bool, tmp_path: Path, fork_server: ForkServer
-) -> None:
-    with apart(tmp_path, lane, server=fork_server if is_forked else None) as pair:
+@pytest.mark.parametrize("lane", ["auto", *DIRECTIONS])
+def test_equals_a_single_process_while_the_cache_grows(lane: str, tmp_path: Path) -> None:
+    with apart(tmp_path, lane) as pair:
         if lane == "auto":
             check_trial(pair)
         sent_before = pair.namespaces.sent_bytes("left")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.fork_server import ForkedCommand, ForkServer
 
-from kvxfer.bench.netns import OVER_TCP, Namespaces, why_not
+from kvxfer.bench.netns import Namespaces, why_not
 from kvxfer.demo.plan import DemoOptions, DemoPlan, plan_demo
 from kvxfer.demo.run import Cluster, Demo, trace_path
 from kvxfer.demo.screen import Screen
@@ -40,57 +39,23 @@ class Apart:
         return (self.cluster.run_dir / f"{role}.log").read_text(errors="replace")
 
 
-class Forking(LocalLauncher):
-    """Whose workers are forked where there is a `server`."""
-
-    def __init__(self, server: ForkServer | None, log_dir: Path) -> None:
-        super().__init__(log_dir, lambda name, text: None)
-        self._server = server
-
-    def start_in(
-        self, role: str, arguments: Sequence[str], namespaces: Namespaces, side: str
-    ) -> WorkerProcess:
-        """On a side of the link, or outside where that is ''."""
-        if self._server is None:
-            wrapper = namespaces.entering(side) if side else ()
-            return self.start(role, module(role), arguments, wrapper)
-        order = {
-            "command": [module(role), *arguments],
-            "watched": True,
-            "namespaces": namespaces.paths(side) if side else {},
-            "environment": dict(OVER_TCP) if side else {},
-        }
-        log = self._log_dir / f"{role}.log"
-        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(read_fd, False)
-        try:
-            process = ForkedCommand(self._server, order, log, write_fd)
-        finally:
-            os.close(write_fd)
-        worker = WorkerProcess(role, process, log, read_fd)  # type: ignore[arg-type]
-        self._workers.append(worker)
-        return worker
-
-
 @contextmanager
-def apart(
-    run_dir: Path, lane: str, device: str = "cpu", server: ForkServer | None = None
-) -> Iterator[Apart]:
-    """Started, or forked where there is a `server`; met, and ended whatever happens. NIXL is named:
-    `peer` needs no more than a directory that both see, which they have here, and would be chosen.
-    """
+def apart(run_dir: Path, lane: str, device: str = "cpu") -> Iterator[Apart]:
+    """Started, met, and ended whatever happens. NIXL is named: `peer` needs no more than a
+    directory that both see, which they have here, and would be chosen."""
     options = DemoOptions(device=device, lane=lane, max_new_tokens=16, prompt=("To be, or not",))
     plan = plan_demo(options)
     with ExitStack() as undo:
         namespaces = undo.enter_context(Namespaces())
         namespaces.shape(LINK_MBIT)
         sockets = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="kvxfer-")))
-        launcher = undo.enter_context(Forking(server, run_dir))
+        launcher = undo.enter_context(LocalLauncher(run_dir, lambda name, text: None))
         prefill, decode = f"ipc://{sockets}/prefill", f"ipc://{sockets}/decode"
 
         def start(role: str, side: str, *more: str) -> WorkerProcess:
             arguments = [*plan.worker_arguments(role, trace_path(run_dir, role)), *more]
-            return launcher.start_in(role, arguments, namespaces, side)
+            wrapper = namespaces.entering(side) if side else ()
+            return launcher.start(role, module(role), arguments, wrapper)
 
         nixl = ("--connector", "nixl")
         workers = [
