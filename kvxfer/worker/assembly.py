@@ -278,7 +278,8 @@ def _lanes(engine: Engine, options: WorkerOptions) -> tuple[list[Lane], list[Lan
 
 
 def _first_extension(parts: WorkerParts, loop: ControlLoop, announcer: Announcer) -> None:
-    """Step 4 of the start: what may be used is committed and registered before anyone is told."""
+    """Step 4 of the start: what may be used is committed and registered before anyone is told. A
+    peer that met it earlier would find no block to try lanes with."""
     wanted = parts.engine.initial_blocks
     announcer.step(f"committing and registering {', '.join(map(str, wanted))} blocks")
     parts.growth.request(wanted)
@@ -286,7 +287,7 @@ def _first_extension(parts: WorkerParts, loop: ControlLoop, announcer: Announcer
     while not parts.growth.is_idle:
         if time.monotonic() > deadline_s:
             raise WorkerDied(f"the first extension took over {FIRST_EXTENSION_TIMEOUT_S:g} s")
-        loop.turn(0.05)
+        loop.turn_deaf(0.05)
     if min(parts.engine.pools.num_blocks) < 2:
         raise WorkerDied("the first extension of the KV cache failed; see the log above")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import select
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -110,6 +111,14 @@ class ControlLoop:
             self._do(letters)
         finally:
             self._channel.let_go()
+        self._turned()
+
+    def turn_deaf(self, timeout_s: float) -> None:
+        """As `turn`, but peers are not listened to: what they say waits until there is an answer.
+        While the worker starts, which has told nobody of itself."""
+        self._check()
+        select.select([self._reports.fileno()], [], [], timeout_s)
+        self._do([])
         self._turned()
 
     def _do(self, letters: Sequence[Letter]) -> None:

@@ -1,12 +1,17 @@
 """Growth as the control thread sees it: what is usable was acknowledged by every peer."""
 
 import itertools
+import threading
 import time
 
 import pytest
+from support.cluster import DEADLINE_S
+from support.faulty import FaultyDriver
+from support.service_processes import free_port, until
+from support.workers import GRANULARITY
 
 from kvxfer.cache.spec import KVCacheSpec
-from kvxfer.control.messages import Hello, RegionsAck, RegionsUpdate
+from kvxfer.control.messages import Hello, RegionsAck, RegionsUpdate, Welcome
 from kvxfer.telemetry.trace import read_trace
 from kvxfer.worker import growth as growth_module
 from kvxfer.worker.growth import GrowthState
@@ -44,6 +49,27 @@ def test_a_start_leaves_a_block_to_grant(cluster, layout, initial):
     engine = {"capacity": 12, "layout": layout, "specs": [LARGE_BLOCKS]}
     worker = cluster.add("decode", kv_commit="elastic", kv_initial_blocks=initial, engine=engine)
     assert worker.pools.can_allocate([1])
+
+
+class SlowDriver(FaultyDriver):
+    def commit(self, address: int, size_bytes: int) -> int:
+        time.sleep(0.02)
+        return super().commit(address, size_bytes)
+
+
+def test_who_dials_a_worker_that_starts_is_told_of_it_once_its_blocks_can_be_used(cluster):
+    wire, address = cluster.wire("decode"), f"tcp://127.0.0.1:{free_port()}"
+    wire.key = wire.channel.dial(address)
+    heard = threading.Thread(
+        target=lambda: until(lambda: wire.says(wire.hello()), DEADLINE_S, "a connection")
+    )
+    heard.start()
+    prefill = cluster.add("prefill", listen=address, engine={"driver": SlowDriver(GRANULARITY)})
+    heard.join()
+    cluster.until(lambda: wire.of(Welcome))
+    (welcome,) = wire.of(Welcome)
+    assert (welcome.facts.generation, wire.of(RegionsUpdate)) == (1, [])
+    assert welcome.facts.regions == list(prefill.parts.growth.regions.regions)
 
 
 def test_generation_counts_additions_and_the_base_stays(cluster, tmp_path):
