@@ -1,2 +1,2 @@
-"""`kvxfer bench connectors`: which connector moves KV best on this machine, and how near it comes to
-what the machine can do."""
+"""`kvxfer bench connectors`: which connector moves KV best on this machine, and how near it comes
+to what the machine can do."""
