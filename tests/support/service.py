@@ -256,6 +256,11 @@ class Service:
             if not asked.reason and asked.router == router:
                 asked.reason, asked.error = "lost", "its router died"
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether all that was asked for has an end."""
+        return all(one.reason for one in self.asked.values())
+
     def collect(self, timeout_s: float = END_TIMEOUT_S) -> list[Asked]:
         """All that were asked for, once each has ended as it may."""
         deadline = time.monotonic() + timeout_s
