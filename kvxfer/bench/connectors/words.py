@@ -1,4 +1,4 @@
-"""How kinds and sizes are called where a person reads them."""
+"""How kinds, sizes and numbers are written where a person reads them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from kvxfer.bench.connectors.report import Kind
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _PREFIX = {"block_bytes": "blocks of ", "batch": "batch ", "chunk_bytes": "chunks of "}
 _MEMORIES = ("initiator_memory", "target_memory")
+_ALWAYS = ("connector", "operation")
+FIELDS = tuple(field.name for field in msgspec.structs.fields(Kind))
 
 
 def size_name(size_bytes: float) -> str:
@@ -28,41 +30,33 @@ def digits_of(value: float, digits: int) -> str:
     return f"{value:.{digits}g}"
 
 
-def field_name(kind: Kind, field: str) -> str:
-    """What a kind has in one of its fields, with the words that tell which it is."""
-    value = getattr(kind, field)
-    text = size_name(value) if field.endswith("_bytes") else str(value)
-    return _PREFIX.get(field, "") + text
-
-
-def split_names(kinds: Sequence[Kind]) -> tuple[str, list[str]]:
+def split_names(
+    kinds: Sequence[Kind], fields: Sequence[str] | None = None
+) -> tuple[str, list[str]]:
     """What all kinds have in common, and what is left to say of each: nothing is said twice.
 
-    The connector and the operation are always said of each.
+    `fields` is what is in common; without it, it is found out. The connector and the operation are
+    always said of each, and the two memories together.
     """
-    fields = [field.name for field in msgspec.structs.fields(Kind)]
-    always = ("connector", "operation")
-    shared = [
-        field
-        for field in fields
-        if field not in always and len({getattr(kind, field) for kind in kinds}) == 1
-    ]
-    if not all(field in shared for field in _MEMORIES):
-        shared = [field for field in shared if field not in _MEMORIES]
+    shared = list(fields) if fields is not None else _shared(kinds)
+    left = [field for field in FIELDS if field not in shared]
     common = _joined(kinds[0], shared) if kinds else ""
-    left = [field for field in fields if field not in shared]
     return common, [_joined(kind, left) for kind in kinds]
+
+
+def _shared(kinds: Sequence[Kind]) -> list[str]:
+    same = [name for name in FIELDS if len({getattr(kind, name) for kind in kinds}) == 1]
+    left_out = (*_ALWAYS, *(() if all(name in same for name in _MEMORIES) else _MEMORIES))
+    return [name for name in same if name not in left_out]
 
 
 def _joined(kind: Kind, fields: Sequence[str]) -> str:
     words = []
     for field in fields:
-        if field == "target_memory":
-            continue  # said with the initiator's
-        is_memory = field == "initiator_memory"
-        words.append(
-            f"{kind.initiator_memory} to {kind.target_memory}"
-            if is_memory
-            else field_name(kind, field)
-        )
+        value = getattr(kind, field)
+        if field == "initiator_memory":
+            words.append(f"{value} to {kind.target_memory}")
+        elif field != "target_memory":
+            text = size_name(value) if field.endswith("_bytes") else str(value)
+            words.append(_PREFIX.get(field, "") + text)
     return ", ".join(words)
