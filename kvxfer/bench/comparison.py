@@ -96,17 +96,18 @@ def _table(comparison: Comparison) -> Table:
     table.add_column("what", overflow="fold")
     for name in ("A", "B", "B / A"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict", overflow="fold")
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("", overflow="fold")
     for change in comparison.changes:
         word, style = WORDS[change.outcome]
-        note = f": {escape(change.note)}" if change.note else ""
         ratio = "–" if change.ratio is None else f"{change.ratio:.3f}"
         table.add_row(
             escape(change.name),
             escape(f"{spread_text(change.a)} {change.unit}".rstrip()),
             escape(f"{spread_text(change.b)} {change.unit}".rstrip()),
             ratio,
-            f"[{style}]{word}[/{style}]{note}",
+            f"[{style}]{word}[/{style}]",
+            escape(change.note),
         )
     return table
 

@@ -11,6 +11,7 @@ from kvxfer.bench.connectors.panels import Panel, panels_of
 from kvxfer.bench.connectors.plots import Picture, connectors_of, draw_panel, why_no_plots
 from kvxfer.bench.connectors.report import Report, Row, Spread
 from kvxfer.bench.connectors.words import digits_of, size_name, split_names
+from kvxfer.errors import UsageError
 
 HERE = Path(__file__).parent
 
@@ -74,10 +75,18 @@ class Drawn:
 
 
 def write_html(report: Report, path: Path) -> None:
-    """In one go, as Report.write. Without matplotlib the page has no plots, and says so."""
+    """In one go, as Report.write. Without matplotlib the page has no plots, and says so.
+
+    Raises UsageError where it cannot be written.
+    """
+    page = page_of(report)
     draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(page_of(report), encoding="utf-8")
-    draft.replace(path)
+    try:
+        draft.write_text(page, encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise UsageError("html", str(path), f"cannot be written: {error.strerror}") from None
 
 
 def page_of(report: Report) -> str:
