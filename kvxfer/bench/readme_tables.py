@@ -190,8 +190,8 @@ def _number(result: Result) -> str:
     for digits in range(3, 18):
         text = _plain(result.value, result.unit, digits)
         if text != _plain(result.bar, result.unit, digits):
-            break
-    return text
+            return text
+    return f"{result.value:,} {result.unit}"
 
 
 def _plain(value: float, unit: str, digits: int = 3) -> str:

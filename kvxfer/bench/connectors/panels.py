@@ -59,7 +59,9 @@ def panels_of(report: Report) -> list[Panel]:
     """In the order of the rows. x is what was swept: block size if that was, else the first that
     was."""
     rows = [row for row in report.rows if row.runs]
-    axis = next((name for name in AXES if len({_on(name, row) for row in rows}) > 1), "block_bytes")
+    axis: Axis = next(
+        (name for name in AXES if len({_on(name, row) for row in rows}) > 1), "block_bytes"
+    )
     fixed = [name for name in FIELDS if name not in (*_OF_A_LINE, axis)]
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
