@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvxfer.bench.connectors.naming import digits_of
 from kvxfer.bench.connectors.report import Spread
-from kvxfer.bench.connectors.words import digits_of
 
 Outcome = Literal["regression", "broken", "gain", "machine", "same"]
 WORDS: dict[Outcome, tuple[str, str]] = {

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvxfer.bench.connectors.words import digits_of, size_name
+from kvxfer.bench.connectors.naming import digits_of, size_name
 from kvxfer.bench.readme_themes import SIZES, THEMES, Counts, Line, Matrix, Table, Theme
 from kvxfer.bench.results import Result
 from kvxfer.errors import UsageError

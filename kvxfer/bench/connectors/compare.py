@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvxfer.bench.comparison import Change, Comparison, Outcome, show
+from kvxfer.bench.connectors.naming import split_names
 from kvxfer.bench.connectors.report import Kind, Report, Row, read_report
-from kvxfer.bench.connectors.words import split_names
 from kvxfer.bench.noise import judge
 from kvxfer.errors import UsageError
 
@@ -17,8 +17,10 @@ def compare_reports(a: Path, b: Path, as_json: bool) -> int:
     A kind is judged by its GB/s: more apart than the sum of both interquartile ranges and than 5 %
     (kvxfer.bench.noise has the reasons). If its ceiling, measured in the same run, changed the same
     way by that rule while the kind's share of it did not, then it was the machine: neither
-    regression nor gain. A kind that `a` has as a whole and a complete `b` with a problem is broken,
-    which counts as a regression; other rows with a problem, and all that only one has, are named.
+    regression nor gain. A kind that `a` has as a whole and `b` with a problem is broken, which
+    counts as a regression, as a connector that fails is no better than a slow one; other rows with
+    a problem, and all that only one has, are named. Of a report that is not complete what both have
+    is compared, with a warning.
 
     Raises UsageError for what is no report, for runs that differ in what was measured (format,
     machine, settings), and where no kind is in both. Commits and versions may differ: they are
@@ -35,9 +37,7 @@ def comparison_of(a_path: Path, a: Report, b_path: Path, b: Report) -> Compariso
     if not both:
         raise UsageError("rows", str(b_path), f"has no kind in common with {a_path}")
     is_whole = {kind: not (before[kind].problem or after[kind].problem) for kind in both}
-    broken = [
-        kind for kind in both if b.is_complete and after[kind].problem and not before[kind].problem
-    ]
+    broken = [kind for kind in both if after[kind].problem and not before[kind].problem]
     told = [kind for kind in both if is_whole[kind] or kind in broken]
     common, names = split_names(told)
     _, full = split_names([*before, *after])

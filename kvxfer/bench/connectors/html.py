@@ -7,10 +7,10 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvxfer.bench.connectors.naming import digits_of, size_name, split_names
 from kvxfer.bench.connectors.panels import Panel, panels_of
 from kvxfer.bench.connectors.plots import Picture, connectors_of, draw_panel, why_no_plots
 from kvxfer.bench.connectors.report import Report, Row, Spread
-from kvxfer.bench.connectors.words import digits_of, size_name, split_names
 from kvxfer.errors import UsageError
 
 HERE = Path(__file__).parent
@@ -39,7 +39,7 @@ COLUMNS = (
     Column("layouts", False, "the source's, and the destination's"),
     Column("block", True, "what lies side by side at both ends"),
     Column("batch", True, "blocks of a transfer"),
-    Column("chunk", True, "of the committed memory that the blocks lie in"),
+    Column("chunk", True, "of the committed memory around them; fixed: it cannot grow"),
     Column("GB/s", True, "median ± distance between quartiles"),
     Column("share", True, "of the ceiling, of neighbours in time"),
     Column("ceiling", False),
@@ -176,7 +176,7 @@ def _cells(row: Row) -> list[Cell]:
         *(Cell(word) for word in words),
         _size(kind.block_bytes),
         _number(kind.batch),
-        _size(kind.chunk_bytes),
+        Cell(size_name(kind.chunk_bytes) if kind.chunk_bytes else "fixed", kind.chunk_bytes),
         *(measured if row.runs else (Cell("–", -1),) * len(measured)),
         _number(row.runs),
     ]

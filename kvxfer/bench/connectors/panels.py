@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvxfer.bench.connectors.report import Ceiling, Kind, Report, Row
-from kvxfer.bench.connectors.words import FIELDS, size_name, split_names
+from kvxfer.bench.connectors.naming import FIELDS, size_name, split_names
+from kvxfer.bench.connectors.report import Kind, Report, Row, Spread
 
 Axis = Literal["block_bytes", "batch", "chunk_bytes"]
 AXES: dict[Axis, str] = {
@@ -27,14 +27,21 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
+class CeilingLine:
+    """What the machine itself could do, by ascending x."""
+
+    name: str
+    points: list[tuple[int, Spread]]
+
+
+@dataclass(frozen=True, slots=True)
 class Panel:
     """What may be compared by eye: all that differs is the line, and x."""
 
     title: str
     axis: Axis
     lines: list[Line]
-    ceilings: list[Ceiling]
-    """Those that the lines' shares are of."""
+    ceilings: list[CeilingLine]
 
     @property
     def ticks(self) -> list[int]:
@@ -59,14 +66,18 @@ def panels_of(report: Report) -> list[Panel]:
     """In the order of the rows. x is what was swept: block size if that was, else the first that
     was."""
     rows = [row for row in report.rows if row.runs]
-    axis: Axis = next(
-        (name for name in AXES if len({_on(name, row) for row in rows}) > 1), "block_bytes"
-    )
+    axis: Axis = next((name for name in AXES if _is_swept(name, rows)), "block_bytes")
     fixed = [name for name in FIELDS if name not in (*_OF_A_LINE, axis)]
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(getattr(row.kind, name) for name in fixed), []).append(row)
     return [_panel(group, axis, fixed, report) for group in groups.values()]
+
+
+def _is_swept(axis: Axis, rows: list[Row]) -> bool:
+    """Over several values, all above 0: chunks of 0 are fixed memory, on no scale with others."""
+    found = {_on(axis, row) for row in rows}
+    return len(found) > 1 and 0 not in found
 
 
 def _panel(rows: list[Row], axis: Axis, fixed: list[str], report: Report) -> Panel:
@@ -75,7 +86,6 @@ def _panel(rows: list[Row], axis: Axis, fixed: list[str], report: Report) -> Pan
         lines.setdefault(tuple(getattr(row.kind, name) for name in _OF_A_LINE), []).append(row)
     has_modes = len({row.kind.mode for row in rows}) > 1
     title, _ = split_names([rows[0].kind], fixed)
-    named = {row.ceiling for row in rows}
     return Panel(
         title,
         axis,
@@ -84,8 +94,36 @@ def _panel(rows: list[Row], axis: Axis, fixed: list[str], report: Report) -> Pan
             for found in lines.values()
             for kind in [found[0].kind]
         ],
-        [one for one in report.ceilings if one.name in named],
+        _ceilings(rows, axis, report),
     )
+
+
+def _ceilings(rows: list[Row], axis: Axis, report: Report) -> list[CeilingLine]:
+    """Those that the rows' shares are of, and those that no row's is of, such as a socket's on one
+    machine. A name that ends in a size (memcpy of 4MiB) counts where rows name that size, and the
+    sizes make up one line."""
+    sizes: dict[int, set[str]] = {}
+    for row in rows:
+        sizes.setdefault(_on(axis, row), set()).add(_split(row.ceiling)[1])
+    own = {_split(row.ceiling)[0] for row in rows}
+    others = {_split(row.ceiling)[0] for row in report.rows} - own
+    lines: dict[str, list[tuple[int, Spread]]] = {}
+    for ceiling in report.ceilings:
+        name, size = _split(ceiling.name)
+        if name in others:
+            continue
+        for x in sorted(sizes):
+            if not size or size in sizes[x]:
+                lines.setdefault(name, []).append((x, ceiling.gb_per_s))
+    return [
+        CeilingLine(name, sorted(points, key=lambda one: one[0])) for name, points in lines.items()
+    ]
+
+
+def _split(ceiling: str) -> tuple[str, str]:
+    """What it is, and of which size."""
+    name, _, size = ceiling.rpartition(" of ")
+    return (name, size) if name else (size, "")
 
 
 def _line_name(kind: Kind, with_mode: bool) -> str:

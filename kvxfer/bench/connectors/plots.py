@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvxfer.bench.connectors.panels import Line, Panel
+from kvxfer.bench.connectors.naming import digits_of
+from kvxfer.bench.connectors.panels import CeilingLine, Line, Panel
 from kvxfer.bench.connectors.report import Row
-from kvxfer.bench.connectors.words import digits_of
 
 NO_MATPLOTLIB = "no plots: matplotlib is missing: pip install 'kvxfer[bench]'"
 SIZE_INCHES = (5.2, 4.3)
@@ -34,7 +34,8 @@ _VARIABLES = {
     **{colour: f"var(--line-{index})" for index, colour in enumerate(_LINES)},
 }
 """What is drawn in the first is, on the page, of the colour that the second names."""
-_MARKERS = "osD^vP"
+_MARKERS = "osD^vP*"
+"""One more than colours, so that the next connectors differ in one of the two."""
 _SOLID: Any = "-"
 _DASHED: Any = (0, (4, 2))
 _CEILINGS: Sequence[Any] = ((0, (1, 1.5)), (0, (6, 1.5, 1, 1.5)), (0, (8, 3)))
@@ -94,7 +95,8 @@ def _described(panel: Panel) -> str:
         for line, row in zip(panel.lines, best, strict=True)
     ]
     ceilings = [
-        f"ceiling {one.name}: {digits_of(one.gb_per_s.median, 3)}" for one in panel.ceilings
+        f"ceiling {one.name}: at most {digits_of(max(rate.median for _, rate in one.points), 3)}"
+        for one in panel.ceilings
     ]
     return "; ".join([*lines, *ceilings]) + "."
 
@@ -129,14 +131,9 @@ def _draw_rates(axes: Any, panel: Panel, connectors: Sequence[str]) -> None:
         above = [rate.iqr / 2 for rate in rates]
         _line(axes, panel, line, connectors, medians, (below, above))
     for one, dashes in zip(panel.ceilings, _dashes(len(panel.ceilings)), strict=True):
-        rate = one.gb_per_s
-        axes.axhspan(
-            rate.median - rate.iqr / 2, rate.median + rate.iqr / 2, color=_SOFT, alpha=0.18, lw=0
-        )
-        label = f"ceiling: {one.name}"
-        axes.axhline(rate.median, color=_INK, linestyle=dashes, linewidth=1.3, label=label)
+        _ceiling(axes, one, dashes)
     found = [row.gb_per_s.median for line in panel.lines for row in line.rows]
-    found += [one.gb_per_s.median for one in panel.ceilings]
+    found += [rate.median for one in panel.ceilings for _, rate in one.points]
     low, high = min(found), max(found)
     if low > 0 and high > LOG_ABOVE * low:
         axes.set_yscale("log")
@@ -144,6 +141,24 @@ def _draw_rates(axes: Any, panel: Panel, connectors: Sequence[str]) -> None:
     else:
         axes.set_ylim(0, high * 1.1 or 1)
     axes.set_title("GB/s, bars: distance between quartiles", loc="left")
+
+
+def _ceiling(axes: Any, line: CeilingLine, dashes: Any) -> None:
+    x = [x for x, _ in line.points]
+    rates = [rate for _, rate in line.points]
+    label, look = f"ceiling: {line.name}", {"color": _INK, "linestyle": dashes, "linewidth": 1.3}
+    if len(x) == 1:
+        axes.axhline(rates[0].median, label=label, **look)
+        return
+    axes.plot(x, [rate.median for rate in rates], label=label, **look)
+    axes.fill_between(
+        x,
+        [rate.median - rate.iqr / 2 for rate in rates],
+        [rate.median + rate.iqr / 2 for rate in rates],
+        color=_SOFT,
+        alpha=0.18,
+        linewidth=0,
+    )
 
 
 def _draw_latencies(axes: Any, panel: Panel, connectors: Sequence[str]) -> None:

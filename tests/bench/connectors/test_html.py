@@ -144,9 +144,40 @@ def test_rows_are_drawn_with_those_that_they_may_be_compared_with() -> None:
     for panel in found:
         assert (panel.axis, panel.ticks) == ("block_bytes", [4 * KIB, 64 * KIB])
         assert [line.name for line in panel.lines] == ["nixl WRITE", "peer WRITE"]
-        assert [one.name for one in panel.ceilings] == ["memcpy"]
+        assert [one.name for one in panel.ceilings] == ["memcpy", "socket"]
     (over_batches,) = panels_of(report([row(kind(batch=batch)) for batch in (64, 8)]))
     assert (over_batches.axis, over_batches.ticks) == ("batch", [8, 64])
+
+
+def test_ceilings_of_sizes_are_one_line_where_their_rows_are() -> None:
+    rows = [
+        row(kind(block_bytes=4 * KIB, batch=8), ceiling="memcpy of 32KiB"),
+        row(kind(block_bytes=64 * KIB, batch=8), ceiling="memcpy of 512KiB"),
+        row(kind(initiator_memory="VRAM", target_memory="VRAM"), ceiling="device copy of 4MiB"),
+    ]
+    rates = {
+        "memcpy of 512KiB": 9.0,
+        "memcpy of 32KiB": 20.0,
+        "memcpy of 1GiB": 8.0,  # no row here moves as much
+        "socket of 32KiB": 1.0,  # no row's share is of it
+        "socket of 4MiB": 3.0,
+        "device copy of 4MiB": 390.0,
+    }
+    ceilings = [Ceiling(name, Spread(rate)) for name, rate in rates.items()]
+    host, gpu = panels_of(report(rows, ceilings=ceilings))
+    found = {one.name: [(x, rate.median) for x, rate in one.points] for one in host.ceilings}
+    assert found == {"memcpy": [(4 * KIB, 20.0), (64 * KIB, 9.0)], "socket": [(4 * KIB, 1.0)]}
+    found = {one.name: [(x, rate.median) for x, rate in one.points] for one in gpu.ceilings}
+    assert found == {"socket": [(64 * KIB, 3.0)], "device copy": [(64 * KIB, 390.0)]}
+
+
+def test_fixed_memory_is_on_no_scale_with_chunks(without_matplotlib: None) -> None:
+    one = report([row(kind(chunk_bytes=size)) for size in (0, 64 << 20)])
+    assert [panel.title.split(", ")[-1] for panel in panels_of(one)] == [
+        "fixed memory",
+        "chunks of 64 MiB",
+    ]
+    assert '<td class="number" data-order="0">fixed</td>' in page_of(one)
 
 
 def test_plots_have_names_ids_of_their_own_and_the_page_s_colours() -> None:
@@ -160,7 +191,7 @@ def test_plots_have_names_ids_of_their_own_and_the_page_s_colours() -> None:
     assert len(ids) == len(set(ids))
     figures = page.all("figure")
     assert [one["role"] for one in figures] == ["img", "img"]
-    assert "ceiling socket: 3.2" in str(figures[0]["aria-label"])
+    assert "ceiling socket: at most 3.2" in str(figures[0]["aria-label"])
     drawn = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
     assert "var(--line-4)" in drawn and "ceiling: socket" in drawn
     assert not re.findall(r"(?:fill|stroke): #", drawn)

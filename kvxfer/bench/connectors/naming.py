@@ -30,6 +30,15 @@ def digits_of(value: float, digits: int) -> str:
     return f"{value:.{digits}g}"
 
 
+def field_name(kind: Kind, field: str) -> str:
+    """What it has there, with the words that tell which field it is."""
+    value = getattr(kind, field)
+    if field == "chunk_bytes" and not value:
+        return "fixed memory"
+    text = size_name(value) if field.endswith("_bytes") else str(value)
+    return _PREFIX.get(field, "") + text
+
+
 def split_names(
     kinds: Sequence[Kind], fields: Sequence[str] | None = None
 ) -> tuple[str, list[str]]:
@@ -57,6 +66,5 @@ def _joined(kind: Kind, fields: Sequence[str]) -> str:
         if field == "initiator_memory":
             words.append(f"{value} to {kind.target_memory}")
         elif field != "target_memory":
-            text = size_name(value) if field.endswith("_bytes") else str(value)
-            words.append(_PREFIX.get(field, "") + text)
+            words.append(field_name(kind, field))
     return ", ".join(words)
