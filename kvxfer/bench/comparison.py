@@ -18,7 +18,7 @@ WORDS: dict[Outcome, tuple[str, str]] = {
     "regression": ("▼ regression", "bold red"),
     "broken": ("✕ broken", "bold red"),
     "gain": ("▲ gain", "bold green"),
-    "machine": ("≈ as its ceiling", "yellow"),
+    "machine": ("≈ not its share", "yellow"),
     "same": ("= within noise", "dim"),
 }
 BAD: tuple[Outcome, ...] = ("regression", "broken")
@@ -27,7 +27,7 @@ BAD: tuple[Outcome, ...] = ("regression", "broken")
 @dataclass(frozen=True, slots=True)
 class Change:
     """One thing that both runs measured. `broken`: the first did as a whole, the second did not;
-    `machine`: it changed as its ceiling did."""
+    `machine`: its share of the ceiling did not change."""
 
     name: str
     unit: str

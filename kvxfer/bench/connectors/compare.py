@@ -15,12 +15,14 @@ def compare_reports(a: Path, b: Path, as_json: bool) -> int:
     """Print what became of `a` in `b`, kind by kind; exit code 1 where anything got worse.
 
     A kind is judged by its GB/s: more apart than the sum of both interquartile ranges and than 5 %
-    (kvxfer.bench.noise has the reasons). If its ceiling, measured in the same run, changed the same
-    way by that rule while the kind's share of it did not, then it was the machine: neither
-    regression nor gain. A kind that `a` has as a whole and `b` with a problem is broken, which
-    counts as a regression, as a connector that fails is no better than a slow one; other rows with
-    a problem, and all that only one has, are named. Of a report that is not complete what both have
-    is compared, with a warning.
+    (kvxfer.bench.noise has the reasons). Where both runs have the kind's share of the same ceiling,
+    that must differ as well, by the same rule and to the same side. The two of a share are measured
+    right after each other, so what slows the whole machine, which no run's ranges show, leaves the
+    share as it is: such a change is told, and is neither regression nor gain.
+
+    A kind that `a` has as a whole and `b` with a problem is broken, which counts as a regression: a
+    connector that fails is no better than a slow one. Other rows with a problem, and all that only
+    one has, are named. Of a report that is not complete what both have is compared, with a warning.
 
     Raises UsageError for what is no report, for runs that differ in what was measured (format,
     machine, settings), and where no kind is in both. Commits and versions may differ: they are
@@ -46,10 +48,7 @@ def comparison_of(a_path: Path, a: Report, b_path: Path, b: Report) -> Compariso
         str(a_path),
         str(b_path),
         (a.commit, b.commit),
-        [
-            _change(name, before[kind], after[kind], a, b)
-            for kind, name in zip(told, names, strict=True)
-        ],
+        [_change(name, before[kind], after[kind]) for kind, name in zip(told, names, strict=True)],
         common=common,
         only_a=[name_of[kind] for kind in before if kind not in after],
         only_b=[name_of[kind] for kind in after if kind not in before],
@@ -96,26 +95,13 @@ def _partial(name: str, report: Report) -> list[str]:
     return [f"{name} is not complete, what both have is compared: {why}"]
 
 
-def _change(name: str, before: Row, after: Row, a: Report, b: Report) -> Change:
+def _change(name: str, before: Row, after: Row) -> Change:
     if after.problem:
         return Change(name, "GB/s", before.gb_per_s, after.gb_per_s, "broken", after.problem)
     found: Outcome = judge(before.gb_per_s, after.gb_per_s, "higher")
-    shares = f"share {before.share.median:.3f} → {after.share.median:.3f}"
-    if found != "same" and _is_ceilings(found, before, after, a, b):
-        found = "machine"
-    note = shares if before.ceiling and before.ceiling == after.ceiling else ""
+    note = ""
+    if before.ceiling and before.ceiling == after.ceiling:
+        note = f"share {before.share.median:.3f} → {after.share.median:.3f}"
+        if found != "same" and judge(before.share, after.share, "higher") != found:
+            found = "machine"
     return Change(name, "GB/s", before.gb_per_s, after.gb_per_s, found, note)
-
-
-def _is_ceilings(found: Outcome, before: Row, after: Row, a: Report, b: Report) -> bool:
-    """The change is `found` for the ceiling too, and the share of it is the same."""
-    if before.ceiling != after.ceiling:
-        return False
-    first = {one.name: one.gb_per_s for one in a.ceilings}.get(before.ceiling)
-    second = {one.name: one.gb_per_s for one in b.ceilings}.get(after.ceiling)
-    if first is None or second is None:
-        return False
-    return (
-        judge(first, second, "higher") == found
-        and judge(before.share, after.share, "higher") == "same"
-    )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.bench_reports import kind, report, row
 
 from kvxfer.bench.connectors.compare import compare_reports, comparison_of
-from kvxfer.bench.connectors.report import Ceiling, Report, Row, Spread
+from kvxfer.bench.connectors.report import Report, Row, Spread
 from kvxfer.bench.noise import judge
 from kvxfer.errors import UsageError
 
@@ -94,19 +94,18 @@ def test_every_row_is_told_once_and_as_the_reference_says(
     assert len(found.warnings) == skipped + (not is_complete)
 
 
-def test_a_change_that_the_ceiling_made_too_is_the_machine_s() -> None:
-    slow, quick = Ceiling("memcpy", Spread(5, 0.1)), Ceiling("memcpy", Spread(10, 0.1))
-    before = report([row(kind(), 4, 0.1, share=Spread(0.4, 0.01))], ceilings=[quick])
-    slower = [row(kind(), 2, 0.1, share=Spread(0.4, 0.01))]
-    worse = [row(kind(), 2, 0.1, share=Spread(0.2, 0.01))]
+def test_a_change_that_the_share_does_not_show_is_the_machine_s() -> None:
+    before = report([row(kind(), 4, 0.1, share=Spread(0.4, 0.01))])
 
-    def outcome(after: Report) -> str:
-        return comparison_of(A, before, B, after).changes[0].outcome
+    def outcome(rate: float, share: float, ceiling: str = "memcpy") -> str:
+        after = row(kind(), rate, 0.1, share=Spread(share, 0.01), ceiling=ceiling)
+        return comparison_of(A, before, B, report([after])).changes[0].outcome
 
-    assert outcome(report(slower, ceilings=[slow])) == "machine"
-    assert outcome(report(slower, ceilings=[quick])) == "regression"
-    assert outcome(report(worse, ceilings=[slow])) == "regression"
-    assert outcome(report(slower, ceilings=[])) == "regression"
+    assert outcome(2, 0.4) == outcome(2, 0.6) == outcome(8, 0.4) == "machine"
+    assert outcome(2, 0.2) == "regression"
+    assert outcome(8, 0.6) == "gain"
+    assert outcome(4, 0.2) == "same"
+    assert outcome(2, 0.4, "socket") == "regression"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +155,7 @@ def test_it_is_told_to_people_and_to_machines(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     changed = list(report().rows)
-    changed[0] = msgspec.structs.replace(changed[0], gb_per_s=Spread(0.01, 0.001))
+    changed[0] = msgspec.structs.replace(changed[0], gb_per_s=Spread(0.01), share=Spread(0.001))
     gone = changed.pop()
     a = written("a.json", report())
     b = written(
