@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import cyclopts
 
 from kvxfer.bench.beside import BesideOptions
 from kvxfer.bench.buffer import BufferOptions
 from kvxfer.bench.buffer_plot import BufferPlotOptions
+from kvxfer.bench.compare import CompareOptions
 from kvxfer.bench.control import ControlOptions
 from kvxfer.bench.growth import GrowthOptions
 from kvxfer.bench.identity import IdentityOptions
 from kvxfer.bench.layouts import LayoutsOptions
 from kvxfer.bench.namespaces import NamespacesOptions
+from kvxfer.bench.readme import ReadmeOptions
 from kvxfer.bench.residency import ResidencyOptions
 from kvxfer.bench.serving_overhead import ServingOverheadOptions
 from kvxfer.bench.share import ShareOptions
@@ -189,6 +193,30 @@ def soak(options: SoakOptions = SoakOptions()) -> int:  # noqa: B008
     from kvxfer.bench.soak import run_soak
 
     return run_soak(options)
+
+
+@bench.command
+def compare(a: Path, b: Path, options: CompareOptions = CompareOptions()) -> int:  # noqa: B008
+    """Tell what became slower or quicker from file A to file B, beyond the noise seen.
+
+    Both are reports of `kvxfer bench connectors`, or figures that any other bench wrote. Exit code
+    1 with a regression, 2 where they did not measure the same.
+    Example: kvxfer bench compare before.json after.json
+    """
+    from kvxfer.bench.compare import run_compare
+
+    return run_compare(a, b, options)
+
+
+@bench.command
+def readme(options: ReadmeOptions = ReadmeOptions()) -> int:  # noqa: B008
+    """Write README.md's performance section from the figures that are kept in the repository.
+
+    Example: kvxfer bench readme --check
+    """
+    from kvxfer.bench.readme import run_readme
+
+    return run_readme(options)
 
 
 transfer = cyclopts.App(name="transfer")

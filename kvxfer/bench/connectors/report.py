@@ -116,3 +116,12 @@ def read_report(path: Path) -> Report:
     if found.format != FORMAT:
         raise UsageError("report", str(path), f"is of the format {found.format!r}, not {FORMAT!r}")
     return found
+
+
+def is_report(path: Path) -> bool:
+    """Whether it says that it is one; a file that cannot be read is told by who reads it."""
+    try:
+        found = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+    return isinstance(found, dict) and "format" in found

@@ -1,0 +1,202 @@
+"""What README.md's performance section shows of the figures that are kept: words, and no numbers.
+
+A pattern is matched with a metric's whole name; \\1 … in a label are its groups. One that matches
+nothing is an error, so that what a reader was told about cannot vanish.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SIZES = ("4KiB", "16KiB", "64KiB", "256KiB", "1MiB", "2MiB")
+"""Columns of tables over the size of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Figures of one file; in a matrix `metric` has {size}, and the rest is a plain name."""
+
+    file: str
+    metric: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A row for each line, a column for each size of a run."""
+
+    caption: str
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class List:
+    """A row for each figure that a line's pattern matches."""
+
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """A row for each campaign, named by what its metrics begin with; a column for each count."""
+
+    lines: tuple[Line, ...]
+    columns: tuple[str, ...]
+
+
+Table = Matrix | List | Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Theme:
+    title: str
+    text: str
+    tables: tuple[Table, ...]
+
+
+_LANES = (
+    ("transfer-peer-nvlink", "peer over NVLink {size}", "`peer`, two GPUs joined by NVLink"),
+    ("transfer-peer-one-gpu", "peer within a GPU {size}", "`peer`, two processes on one GPU"),
+    ("transfer-peer-host", "peer on the host {size}", "`peer`, two processes on the host"),
+    ("transfer-nixl-growable", "nixl pull, growable {size}", "`nixl` pull, two GPUs"),
+    ("transfer-nixl-growable", "staged pull, growable {size}", "`staged` pull, two GPUs"),
+    ("transfer-nixl-growable", "staged push, growable {size}", "`staged` push, two GPUs"),
+)
+
+TRANSFER = Theme(
+    "Transfer rate",
+    "Between growable caches in two processes, blocks at random places, by the size of the runs "
+    "that are contiguous on both sides; every byte is checked. The share is that of one contiguous "
+    "copy of as many bytes, made in turns with the transfers.",
+    (
+        Matrix(
+            "share of a contiguous copy",
+            tuple(Line(f, f"{m}: share of a contiguous copy", text) for f, m, text in _LANES),
+        ),
+        Matrix("GB/s", tuple(Line(f, f"{m}: rate", text) for f, m, text in _LANES)),
+        List(
+            (
+                Line(
+                    "transfer-peer-vs-nixl",
+                    r"peer against NIXL on fixed memory (\w+): ratio",
+                    r"`peer` to NIXL on plain `cudaMalloc` memory, runs of \1",
+                ),
+                Line(
+                    "transfer-peer-layouts",
+                    r"peer layouts: (the worst pair .* to the quickest equal pair .*)",
+                    r"`peer`, all pairs of layouts: \1",
+                ),
+                Line(
+                    "transfer-nixl-overhead",
+                    r"NIXL host push (\w+): our connector to (bare, no progress thread)",
+                    r"`nixl` push on the host to NIXL \2, runs of \1",
+                ),
+                Line(
+                    "transfer-namespaces",
+                    r"hand-over, NIXL (\w+): (share of .*)",
+                    r"hand-over between network namespaces, `nixl` \1: \2",
+                ),
+                Line(
+                    "transfer-namespaces",
+                    r"hand-over by (\w+) while prefill runs: exposed by last piece alone",
+                    r"… \1 while prefill runs: wait after it, to the last piece's own time",
+                ),
+                Line(
+                    "transfer-growth-overlap",
+                    r"(\w+), growth of (.*): p95 of overlapping transfers to that of others",
+                    r"`\1`, transfers while \2 are added to the source: p95 to that of others",
+                ),
+            )
+        ),
+    ),
+)
+
+HAND_OVER = Theme(
+    "Hand-over",
+    "What handing a prompt over costs besides the model, and what KV under way costs others.",
+    (
+        List(
+            (
+                Line("control-cost", r"control: (accepted to Done, p\d+)", r"without a model: \1"),
+                Line("control-cost", r"control: hand-overs of a pair", "… hand-overs of one pair"),
+                Line("transfer-tokens", r"added time to the (.*)", r"added to the \1, two GPUs"),
+                Line("transfer-tokens", r"(prompts whose KV differs)", r"… \1"),
+                Line("transfer-tokens", r"(answers' first other token.*)", r"… \1"),
+                Line("transfer-beside", r"(inter-token p99 beside KV.*)", r"decode: \1"),
+                Line("transfer-beside", r"(prefill's time beside KV.*)", r"\1"),
+                Line("transfer-beside", r"(sets of blocks .*|steps with .*)", r"… \1"),
+            )
+        ),
+    ),
+)
+
+SERVING = Theme(
+    "The HTTP front",
+    "Without a model: the router alone, with a pair of workers, and many streams at once.",
+    (List((Line("serve-overhead", r"serve: (.*)", r"\1"),)),),
+)
+
+MEMORY = Theme(
+    "Memory",
+    "How quickly a cache grows, and how near its measured size comes to the largest that survives "
+    "the same load. `stress` is speculative decoding, whose logits and workspaces come after "
+    "profiling: a fixed cache is sized by an estimate, and by less until the load survives.",
+    (
+        List(
+            (
+                Line("memory-growth", r"(.*)", r"growth: \1"),
+                Line("memory-share", r"share_of_largest_surviving_kv",
+                     "measured size, as a share of the largest that survives"),
+                Line("memory-stress", r"stress_growable_survives", "stress: growable survives"),
+                Line("memory-stress", r"stress_fixed_(\d)(\d+)_survives",
+                     r"… fixed at a utilisation of \1.\2 survives"),
+                Line("memory-stress", r"stress_fixed_lowered_utilization",
+                     "… first lower utilisation at which fixed survives"),
+                Line("memory-stress", r"stress_tokens_ratio",
+                     "… KV of growable to KV of fixed at that"),
+                Line("memory-stress", r"stress_outputs_equal", "… same tokens"),
+                Line("memory-buffer", r"buffer_fitted_fraction",
+                     "mixed load: growth of what is not KV, as a share of warm-up's peak"),
+                Line("memory-buffer", r"buffer_least_fraction_confirmed",
+                     "… least share kept free with which it survives"),
+                Line("memory-identity", r"same tokens and KV as a fixed cache: (.*)",
+                     r"tokens and KV of a fixed cache: \1"),
+                Line("memory-residency", r"(blocks that .*|memory that .*|descriptors .*)",
+                     r"random growing, shrinking, sleeping, packing: \1"),
+                Line("memory-layouts", r"layouts_tokens_equal_(\d+)",
+                     r"decode in all six layouts: same tokens, contexts of \1"),
+                Line("memory-layouts", r"decode_step_ratio_to_best (\w+) \((8192 .*)\)",
+                     r"… step in \1 to the best (\2)"),
+            )
+        ),
+    ),
+)  # fmt: skip
+
+CORRECTNESS = Theme(
+    "Correctness campaigns",
+    "Faults, each with requests under way ('Testing' says what a case is), and soaks.",
+    (
+        Counts(
+            (
+                Line("control-faults", "every state", "every state: kill, restart, stop"),
+                Line("control-faults", "field failures", "failures known from the field"),
+                Line("control-messages", "messages", "messages lost, repeated, late"),
+                Line("control-links", "links", "links cut and slow"),
+                Line("control-fuzz", "fuzz", "wrong bytes at every port"),
+            ),
+            ("cases", "failed", "wrong tokens", "hangs", "leaks", "crashes", "no recovery"),
+        ),
+        List(
+            (
+                Line("control-fuzz", r"fuzz: sent", "fuzz: wrong messages sent"),
+                Line("control-soak", r"soak (\w+): (hand-overs.*)", r"soak, `\1`: \2"),
+                Line("control-soak", r"soak (\w+): (sleeps .*|wrong .*|failed .*|blocks or .*)",
+                     r"soak, `\1`: \2"),
+                Line("control-soak", r"soak (\w+): (\w+), rss_bytes, grown",
+                     r"soak, `\1`: memory of \2 grown"),
+            )
+        ),
+    ),
+)  # fmt: skip
+
+THEMES = (TRANSFER, HAND_OVER, SERVING, MEMORY, CORRECTNESS)
