@@ -114,6 +114,9 @@ class SlotFile:
         self.num_slots = num_slots
         self.name = name
         """For messages."""
+        with translated(f"{name}: opening for reading"):
+            self.shared_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        """The same file, for others: through it nothing can be written."""
 
     @classmethod
     def in_memory(cls, slot_bytes: int, num_slots: int) -> SlotFile:
@@ -123,8 +126,9 @@ class SlotFile:
             fd = os.memfd_create("kvxfer-offload")
             undo.callback(os.close, fd)
             os.ftruncate(fd, slot_offset(slot_bytes, num_slots))
+            made = cls(fd, slot_bytes, num_slots, "host tier")
             undo.pop_all()
-        return cls(fd, slot_bytes, num_slots, "host tier")
+        return made
 
     @classmethod
     def in_directory(cls, directory: Path, slot_bytes: int, num_slots: int, whose: str) -> SlotFile:
@@ -133,6 +137,16 @@ class SlotFile:
         `whose` names model, geometry and layout. Raises UsageError, and has changed nothing, where
         the file is somebody else's, or cannot be opened or made.
         """
+        found = cls.in_directory_if_free(directory, slot_bytes, num_slots, whose)
+        if found is None:
+            raise UsageError(FIELD, str(directory), "another process has it open")
+        return found
+
+    @classmethod
+    def in_directory_if_free(
+        cls, directory: Path, slot_bytes: int, num_slots: int, whose: str
+    ) -> SlotFile | None:
+        """The same, or None where another process has it."""
         _check_shape(slot_bytes, num_slots)
         path = directory / FILE_NAME
         with ExitStack() as undo:
@@ -143,11 +157,12 @@ class SlotFile:
                 _claim(fd, directory, _file_header(slot_bytes, num_slots, whose))
                 os.ftruncate(fd, slot_offset(slot_bytes, num_slots))  # of a cut file: no blocks
             except BlockingIOError:
-                raise UsageError(FIELD, str(directory), "another process has it open") from None
+                return None
             except OSError as error:
                 raise UsageError(FIELD, str(directory), error.strerror or str(error)) from error
+            made = cls(fd, slot_bytes, num_slots, f"disk tier {directory}")
             undo.pop_all()
-        return cls(fd, slot_bytes, num_slots, f"disk tier {directory}")
+        return made
 
     def write(self, slot: int, key: bytes, number: int, block: memoryview) -> None:
         """Replace what is in `slot`. Raises ConnectorError: it holds no block then."""
@@ -180,9 +195,9 @@ class SlotFile:
 
     def close(self) -> None:
         """Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-        self.fd = -1
+        for fd in {self.fd, self.shared_fd} - {-1}:
+            os.close(fd)
+        self.fd = self.shared_fd = -1
 
 
 FIELD: Final = "offload directory"

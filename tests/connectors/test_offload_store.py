@@ -294,9 +294,11 @@ def test_no_room_on_the_disk_is_a_miss_while_the_host_tier_goes_on(
         assert all(got in (None, block) for got, block in found)
         assert any(got is None for got, _ in found) and store.counts.failed > 0
         assert "File too large" in caplog.text and "bytes could be written" in caplog.text
+        failed = store.counts.failed
         for key in KEYS:
             assert store.put(key, block_of(key))
-        assert [store.get(key) for key in KEYS] == [block_of(key) for key in KEYS]
+        assert store.tiers[1].has(KEYS[5]) and store.get(KEYS[5]) == block_of(KEYS[5])
+        assert store.counts.failed == failed
 
 
 @contextmanager
