@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from connectors.handover_socket import Listener
+from connectors.handover_socket import HungUp, Listener
 from connectors.offload_mover import Mover
 from connectors.offload_parcels import Extents
 from connectors.offload_store import BlockStore, Held
@@ -101,6 +101,8 @@ class Guests:
                 guest.wire.flush()
                 if not guest.agent and time.monotonic() > guest.deadline_s:
                     raise ConnectorError(f"showed no invitation in {OPEN_TIMEOUT_S:g} s")
+            except HungUp:
+                self._drop(guest, "it hung up", warns=guest.num_parcels > 0)
             except ConnectorError as error:
                 self._drop(guest, str(error))
         self._release()
@@ -108,12 +110,12 @@ class Guests:
     def forget(self, agent: str) -> None:
         """Hang up on what a peer's agent has connected here."""
         for guest in [one for one in self._guests if one.agent == agent]:
-            self._drop(guest, "it was disconnected")
+            self._drop(guest, "it was disconnected", warns=False)
 
     def close(self) -> None:
         """Idempotent. The mover was closed: nothing is under way."""
         for guest in list(self._guests):
-            self._drop(guest, "it was closed")
+            self._drop(guest, "it was closed", warns=False)
         self._listener.close()
 
     def _accept(self) -> None:
@@ -180,9 +182,9 @@ class Guests:
             else:
                 guest.wire.say(Loaded(parcel))
 
-    def _drop(self, guest: _Guest, reason: str) -> None:
+    def _drop(self, guest: _Guest, reason: str, *, warns: bool = True) -> None:
         """Hang up. What the threads were given of it they finish, or never begin."""
-        if not guest.agent or guest.num_parcels:
+        if warns:
             logger.warning("offload: dropped %s: %s", guest.agent or "a stranger", reason)
         with suppress(ConnectorError):  # it is gone already
             guest.wire.say(Refused(reason[:1024]))

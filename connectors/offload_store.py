@@ -211,7 +211,7 @@ class BlockStore:
         except ConnectorError as error:
             with self._lock:
                 self.counts.failed += 1
-                tier.give_back(room.slot)
+                tier.shun(room.slot)
             logger.warning("%s: a block is not kept", error)
             return None
         finally:

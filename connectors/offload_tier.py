@@ -5,10 +5,14 @@ Not for several threads: `BlockStore` has the lock.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from connectors.offload_slots import SlotFile
+
+SHUN_S = 60.0
 
 
 @dataclass(eq=False, slots=True)
@@ -32,22 +36,26 @@ class Room:
 
 
 class Tier:
-    """Slots of `file`: each free, taken to be written to, or an entry's."""
+    """Slots of `file`: each free, taken to be written to, an entry's, or shunned."""
 
     def __init__(self, file: SlotFile) -> None:
         """Takes up what is in the file already; of two blocks of one key the later one. The least
         recently written is the least recently used. Raises ConnectorError."""
         self.file = file
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
-        self._free = set(range(file.num_slots))
+        free = set(range(file.num_slots))
         found = sorted(file.headers(), key=lambda pair: pair[1].number)
         self.next_number = found[-1][1].number + 1 if found else 1
         for slot, header in found:
-            earlier = self._entries.get(header.key)
+            earlier = self._entries.pop(header.key, None)
             if earlier is not None:
-                self.remove(earlier)
-            self._free.remove(slot)
+                free.add(earlier.slot)
+            free.remove(slot)
             self.add(header.key, slot, header.length)
+        self._free = sorted(free)
+        """A heap: the first slots, whose pages are there, are used over and over."""
+        self._shunned: deque[tuple[float, int]] = deque()
+        """Not to be tried again before a time."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -69,8 +77,10 @@ class Tier:
 
     def take(self) -> Room | None:
         """A free slot, or the least recently used one that nobody pins; None: all are pinned."""
+        while self._shunned and self._shunned[0][0] < time.monotonic():
+            heappush(self._free, self._shunned.popleft()[1])
         if self._free:
-            return Room(self._free.pop())
+            return Room(heappop(self._free))
         for entry in self._entries.values():
             if not entry.pins:
                 del self._entries[entry.key]
@@ -82,9 +92,9 @@ class Tier:
         entry = self._entries[key] = Entry(key, slot, length)
         return entry
 
-    def give_back(self, slot: int) -> None:
-        """`slot`, which was taken, holds nothing."""
-        self._free.add(slot)
+    def shun(self, slot: int) -> None:
+        """`slot`, which was taken, could not be written to: a full disk may have room in others."""
+        self._shunned.append((time.monotonic() + SHUN_S, slot))
 
     def remove(self, entry: Entry) -> None:
         """Forget a block, if it is still there; who has pinned it may go on."""
@@ -93,9 +103,9 @@ class Tier:
         del self._entries[entry.key]
         entry.is_doomed = True
         if not entry.pins:
-            self._free.add(entry.slot)
+            heappush(self._free, entry.slot)
 
     def unpin(self, entry: Entry) -> None:
         entry.pins -= 1
         if entry.is_doomed and not entry.pins:
-            self._free.add(entry.slot)
+            heappush(self._free, entry.slot)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import socket
 import stat
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from os import fstat
 from typing import Annotated
@@ -106,11 +106,6 @@ class Wire:
         self.slot_bytes = 0
         """Of the other side; 0 until it said."""
 
-    @property
-    def num_waiting(self) -> int:
-        """Frames that the other side has no room for yet."""
-        return len(self._outbox)
-
     def say(self, frame: Frame, fds: Sequence[int] = ()) -> None:
         """`flush` sends it; `fds` stay the caller's, and open until then."""
         self._outbox.append((frame, fds))
@@ -120,15 +115,13 @@ class Wire:
         while self._outbox and send(self._socket, *self._outbox[0]):
             self._outbox.popleft()
 
-    def hear(self) -> list[Frame]:
-        """What came; a few frames at the most. Raises ConnectorError, HungUp as `flush`."""
-        frames: list[Frame] = []
-        while len(frames) < FRAMES_A_TURN:
+    def hear(self) -> Iterator[Frame]:
+        """What came, one by one; a few at the most. Raises ConnectorError, HungUp as `flush`."""
+        for _ in range(FRAMES_A_TURN):
             received = receive(self._socket, MAX_TIERS)
             if received is None:
-                break
-            frames.append(self._taken(*received))
-        return frames
+                return
+            yield self._taken(*received)
 
     def hang_up(self) -> None:
         """The other side's tiers may still be read, until `close`. Idempotent."""
