@@ -16,8 +16,8 @@ host tier of 0 and a directory all goes over the disk.
 
 What follows:
 - Both ends need to poll, in both directions.
-- Memory that a peer may still be reading for us, or writing, is the peer's own: it may be
-  unmapped once the peer's connector is closed, whatever becomes of us.
+- Only threads of its own touch a process's window, and `deregister` waits for those: memory may
+  be unmapped after it, whatever a stale, stopped or dead peer does.
 - Of who fails, or is killed, the other side's transfers end with an error.
 Never run on: GPU memory (refused), hosts that share a file system (refused: one host only).
 """

@@ -84,7 +84,9 @@ class OffloadAgent(Agent):
         return region
 
     def deregister(self, handle: Region) -> None:
+        """Also waits: threads of ours, which peers do not know of, may be copying for them."""
         self._registered.remove(handle)
+        self.guests.settle()
 
     def metadata(self, regions: Sequence[Region]) -> bytes:
         return self._reach

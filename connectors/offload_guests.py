@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -39,6 +39,7 @@ from kvxfer.transfer.regions import RegionSet
 logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S: Final = 5.0
+SETTLE_TIMEOUT_S: Final = 5.0
 MAX_GUESTS: Final = 256
 MAX_ASKED: Final = 64
 """Parcels that one guest may have under way, those that it has not taken among them."""
@@ -106,6 +107,17 @@ class Guests:
             except ConnectorError as error:
                 self._drop(guest, str(error))
         self._release()
+
+    def settle(self) -> None:
+        """Wait for what threads carry between the window and slots for peers, or did for some that
+        are gone. Raises ConnectorError if that has not ended in 5 s: the window must stay."""
+        guests = (*self._guests, *self._leaving)
+        carried = [future for guest in guests for future, _ in guest.at_work.values()]
+        if wait(carried, SETTLE_TIMEOUT_S).not_done:
+            raise ConnectorError(
+                f"offload: what peers asked for did not end in {SETTLE_TIMEOUT_S:g} s; "
+                f"its memory must stay mapped"
+            )
 
     def forget(self, agent: str) -> None:
         """Hang up on what a peer's agent has connected here."""

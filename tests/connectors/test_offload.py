@@ -346,6 +346,32 @@ def test_a_guest_that_takes_nothing_is_dropped_and_its_slots_are_free(
     assert len(side.agent.store.tiers[0]) == 0
 
 
+def test_memory_is_out_of_everybodys_hands_once_it_is_deregistered(
+    make: MakeSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer's push is under way, and slow, while we take the memory back."""
+    left, right = make("left", 1), make("right", 2)
+    left.meet(right)
+    scatter = Extents.scatter
+
+    def slowly(self: Extents, *arguments: object) -> None:
+        time.sleep(0.1)
+        scatter(self, *arguments)
+
+    monkeypatch.setattr(Extents, "scatter", slowly)
+    ticket = left.connector.submit("right", Direction.PUSH, whole(MINE, MINE))
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not any(guest.at_work for guest in right.agent.guests._guests):
+        left.connector.poll()
+        right.connector.poll()
+        assert time.monotonic() < deadline_s
+    right.connector.deregister([MINE])
+    found = right.bytes.copy()
+    error = left.end(ticket, right)
+    assert error is not None and "lie in no registered region" in error
+    np.testing.assert_array_equal(right.bytes, found)
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
