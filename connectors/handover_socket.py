@@ -177,7 +177,7 @@ class Dialling:
         return True
 
 
-def send(sock: socket.socket, frame: ToOwner | ToImporter, fds: Sequence[int] = ()) -> bool:
+def send(sock: socket.socket, frame: msgspec.Struct, fds: Sequence[int] = ()) -> bool:
     """Whether `frame` was sent, with copies of `fds`; if not, it can be tried again.
 
     Raises HungUp when the other side is gone: receiving may tell why.
@@ -205,13 +205,13 @@ def receive_by_owner(sock: socket.socket) -> ToOwner | None:
 
     Raises ConnectorError at its end, for anything but a frame, and for descriptors: none are taken.
     """
-    data = _receive(sock, 0)
+    data = receive(sock, 0)
     return None if data is None else _decoded(_TO_OWNER, data[0])
 
 
 def receive_by_importer(sock: socket.socket) -> tuple[ToImporter, list[int]] | None:
     """The owner's next frame and its descriptors, which are the caller's then; errors as above."""
-    data = _receive(sock, CHUNKS_A_FRAME + 1)
+    data = receive(sock, CHUNKS_A_FRAME + 1)
     if data is None:
         return None
     payload, fds = data
@@ -230,7 +230,9 @@ def close_all(fds: Sequence[int]) -> None:
         os.close(fd)
 
 
-def _receive(sock: socket.socket, max_fds: int) -> tuple[bytes, list[int]] | None:
+def receive(sock: socket.socket, max_fds: int) -> tuple[bytes, list[int]] | None:
+    """The next frame as it came, and its descriptors, which are the caller's then; None if there is
+    none yet. Raises HungUp at the end, ConnectorError for more than `max_fds` descriptors."""
     room = socket.CMSG_SPACE(4 * max_fds) if max_fds else 0
     arguments = MAX_FRAME_BYTES, room, socket.MSG_CMSG_CLOEXEC
     try:

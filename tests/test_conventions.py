@@ -47,6 +47,7 @@ LAYERS = (
 VENDOR_ROOMS = {
     "nixl": ("connectors/nixl",),
     "mooncake": ("connectors/mooncake.py",),
+    "xxhash": ("connectors/offload",),
     "triton": ("connectors/gather.py", "kvxfer/model/", "kvxfer/transfer/checksum_kernel.py"),
     "cuda": ("kvxfer/memory/",),
     "hip": ("kvxfer/memory/",),

@@ -181,14 +181,12 @@ class AgentConnector(Connector):
         if remote is None:
             raise ConnectorError(f"peer {peer} is not connected")
         check_plan(plan, direction, self._regions, remote.regions)
-        ticket = next(self._tickets)
         if plan.total_bytes:
-            epoch = self._epoch
-            epoch.reach(remote, self._told[peer])
-            handle = epoch.agent.start(direction, remote, plan)
-            self._flights[ticket] = _Flight(handle, epoch, remote.agent)
-        else:
-            self._ended.append(TicketResult(ticket))
+            self._epoch.reach(remote, self._told[peer])
+            handle = self._epoch.agent.start(direction, remote, plan)
+            return self._took_off(remote.agent, handle)
+        ticket = next(self._tickets)
+        self._ended.append(TicketResult(ticket))
         return ticket
 
     def poll(self) -> list[TicketResult]:
@@ -242,6 +240,12 @@ class AgentConnector(Connector):
         self._past, self._ending = [], []
         self._peers.clear()
         del self._epoch
+
+    def _took_off(self, agent: str, handle: Any) -> int:
+        """The ticket of something that our agent has begun with a peer's `agent`."""
+        ticket = next(self._tickets)
+        self._flights[ticket] = _Flight(handle, self._epoch, agent)
+        return ticket
 
     def _wait(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
         """Advance until `is_done`, or not for longer: whether it is."""

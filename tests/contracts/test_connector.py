@@ -38,7 +38,7 @@ LATER = Region(SECOND.end + 64 * KIB, 256 * KIB)
 SPARE = Region(LATER.end, 64 * KIB)
 WIDE = Region(MIB, 32 * MIB)
 DEADLINE_S = 20.0
-TRANSPORTS = ("loopback", "nixl", "peer", "staged")
+TRANSPORTS = ("loopback", "nixl", "offload", "peer", "staged")
 _names = count()
 
 
