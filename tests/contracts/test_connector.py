@@ -24,7 +24,7 @@ from kvxfer.transfer.connector import (
     Direction,
     MemoryWindow,
     TicketResult,
-    load_connector,
+    find_connector,
 )
 from kvxfer.transfer.plan import TransferPlan
 from kvxfer.transfer.regions import Region
@@ -38,7 +38,7 @@ LATER = Region(SECOND.end + 64 * KIB, 256 * KIB)
 SPARE = Region(LATER.end, 64 * KIB)
 WIDE = Region(MIB, 32 * MIB)
 DEADLINE_S = 20.0
-TRANSPORTS = ("loopback", "nixl", "peer", "staged")
+TRANSPORTS = ("loopback", "nixl", "peer", "staged", "mooncake")
 _names = count()
 
 
@@ -59,7 +59,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def ways_of(transport: str) -> list[Direction]:
-    return [way for way in Direction if way in load_connector(transport).directions]
+    return [way for way in Direction if way in find_connector(transport).directions]
 
 
 @pytest.fixture
@@ -109,6 +109,8 @@ def committed(size_bytes: int, chunks: Sequence[Region]) -> VirtualBuffer:
 def make_side(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[MakeSide]:
+    if reason := find_connector(transport).why_missing():
+        pytest.skip(f"{transport}: {reason}")
     (tmp_path / "peers").mkdir(0o700)
     monkeypatch.setenv("KVXFER_PEER_DIR", str(tmp_path / "peers"))
     made: list[tuple[Connector, VirtualBuffer]] = []
@@ -122,7 +124,7 @@ def make_side(
         memory = np.ctypeslib.as_array(raw)
         memory[:] = np.random.default_rng(len(made)).integers(0, 256, size_bytes, dtype=np.uint8)
         window = MemoryWindow(buffer.base_address, size_bytes, "cpu", buffer)
-        connector = load_connector(transport)(f"{name}-agent-{next(_names)}", window)
+        connector = find_connector(transport)(f"{name}-agent-{next(_names)}", window)
         made.append((connector, buffer))
         connector.register(list(regions))
         return Side(connector, name, memory, memory.copy())
