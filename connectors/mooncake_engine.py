@@ -12,8 +12,9 @@ Facts (mooncake-transfer-engine-non-cuda 0.3.13.post1; measured, or read in its 
   differ in what they do by themselves (MC_TCP_ENABLE_CONNECTION_POOL=1).
 - A WRITE is complete when the owner's engine says that it lies in memory: not so with the older
   framing (MC_TCP_PROTO=1), and releases from before it are not told from later ones by the peer.
-- It gives a stopped peer up after a while, though what is in the sockets lands when the peer goes
-  on. Here deadlines are the worker's, and a ticket lasts until nothing can land any more.
+- It gives a stopped peer up after 30 s, though what is in the sockets lands when the peer goes on.
+  Here deadlines are the worker's, and a ticket lasts until nothing can land any more: with both
+  timeouts raised, transfers of 64 MiB with a process stopped for 75 s ended well when it went on.
 - It writes to stderr, one line for every engine at the least (MC_LOG_LEVEL=ERROR).
 """
 
@@ -153,9 +154,16 @@ def _listener(port: int) -> socket.socket | None:
             found = socket.socket(fileno=os.dup(int(entry.name)))
         except OSError:  # closed meanwhile
             continue
-        is_tcp = found.family in (socket.AF_INET, socket.AF_INET6)
-        if is_tcp and found.type == socket.SOCK_STREAM and found.getsockname()[1] == port:
-            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return found
+        if found.family in (socket.AF_INET, socket.AF_INET6) and _listens_at(found, port):
+            return found
         found.close()
     return None
+
+
+def _listens_at(found: socket.socket, port: int) -> bool:
+    is_stream = found.type == socket.SOCK_STREAM
+    return (
+        is_stream
+        and found.getsockname()[1] == port
+        and bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    )
