@@ -66,7 +66,7 @@ def load_engine() -> Any:
     except ImportError as error:
         reason = f"its engine cannot be imported ({error}): {INSTALL}"
         raise UsageError("connector", "mooncake", reason) from error
-    _check_version(_installed_version())
+    _check_version(installed_version())
     return engine
 
 
@@ -118,7 +118,8 @@ def _check_version(found: str) -> None:
         raise UsageError("connector", "mooncake", reason)
 
 
-def _installed_version() -> str:
+def installed_version() -> str:
+    """'' where neither package is there."""
     for name in PACKAGES:
         try:
             return version(name)

@@ -33,9 +33,14 @@ DEADLINE_S = 20.0
 ENDING_S = 0.6
 """An engine whose listener waits for a second ends after half of one on average."""
 
-needs_engine = pytest.mark.skipif(
-    bool(MooncakeConnector.why_missing()), reason=MooncakeConnector.why_missing()
-)
+needs_engine = pytest.mark.usefixtures("engine")
+
+
+@pytest.fixture(scope="module")
+def engine() -> None:
+    """Skips where it is not installed. Loading it starts threads, so not while tests are found."""
+    if reason := MooncakeConnector.why_missing():
+        pytest.skip(reason)
 
 
 class End:
