@@ -46,7 +46,7 @@ LAYERS = (
 
 VENDOR_ROOMS = {
     "nixl": ("connectors/nixl",),
-    "mooncake": ("connectors/mooncake.py",),
+    "mooncake": ("connectors/mooncake",),
     "xxhash": ("connectors/offload",),
     "triton": ("connectors/gather.py", "kvxfer/model/", "kvxfer/transfer/checksum_kernel.py"),
     "cuda": ("kvxfer/memory/",),

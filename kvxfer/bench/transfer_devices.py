@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvxfer.errors import UsageError
-from kvxfer.transfer.connector import check_connectors
+from kvxfer.transfer.connector import load_connector
 
 HOST = ("cpu", "cpu")
 
@@ -30,7 +30,7 @@ def resolve_devices(names: str) -> tuple[str, str]:
 def why_no_connector(name: str) -> str:
     """Why `name` cannot be measured, or ''."""
     try:
-        check_connectors(name)
+        load_connector(name)
     except UsageError as error:
         return str(error)
     return ""

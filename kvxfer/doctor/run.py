@@ -29,6 +29,7 @@ SECTIONS: Mapping[str, tuple[Section, ...]] = {
     "connectors": (
         partial(connector_checks, "peer"),
         partial(connector_checks, "nixl"),
+        partial(connector_checks, "mooncake"),
         loopback_checks,
     ),
 }

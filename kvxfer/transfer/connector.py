@@ -79,6 +79,12 @@ class Connector(ABC):
     def __init__(self, agent_name: str, memory: MemoryWindow) -> None:
         """Create the transport. `agent_name` is unique to this life of the process."""
 
+    @classmethod
+    def why_missing(cls) -> str:
+        """Why it cannot work in this process, with what to install, in one line; '' where it can.
+        May load the transport's library."""
+        return ""
+
     def exercise(self, scratch: MemoryWindow) -> ExitStack:
         """Take, for transfers within `scratch`, what a transport takes of the device for its own
         use when it first moves something. The stack, which the caller closes, gives it back.
@@ -199,7 +205,7 @@ def check_connectors(names: str) -> list[str]:
     return found
 
 
-def load_connector(name: str) -> type[Connector]:
+def find_connector(name: str) -> type[Connector]:
     """The connector of the module connectors.<name>, imported only when asked for."""
     check_connectors(name)
     found: type[Connector] | None = getattr(
@@ -207,6 +213,14 @@ def load_connector(name: str) -> type[Connector]:
     )
     if found is None:
         raise UsageError("connector", name, "that module of connectors/ is no connector")
+    return found
+
+
+def load_connector(name: str) -> type[Connector]:
+    """One that can work here: UsageError, too, where what it needs is not installed."""
+    found = find_connector(name)
+    if reason := found.why_missing():
+        raise UsageError("connector", name, reason)
     return found
 
 
