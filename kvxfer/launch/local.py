@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -17,10 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvxfer.errors import DeadlineExceeded, WorkerDied
+from kvxfer.errors import DeadlineExceeded, KvxferError, WorkerDied
 
-GRACE_S = 0.8
-"""After SIGTERM; then SIGKILL. Keeps Ctrl-C under two seconds."""
+logger = logging.getLogger(__name__)
+
+GRACE_S = 1.2
+"""After SIGTERM; then SIGKILL. Keeps Ctrl-C under two seconds, and is more than a worker gives its
+threads, so that only one that is stuck, or short of CPU, is killed."""
 KILLED_TIMEOUT_S = 30.0
 """For the kernel to give a killed process's memory back: GiB of it, on a busy machine."""
 OTHERS_TIMEOUT_S = 7.0
@@ -189,18 +193,30 @@ class LocalLauncher:
 
     def stop(self) -> None:
         """End all processes: SIGTERM, a grace, SIGKILL. Idempotent."""
-        alive = self.terminate()
+        alive, num_killed = self.terminate(), 0
         for worker in alive:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(0.0, self._grace_until_s - time.monotonic()))
             if worker.process.poll() is None:
                 worker.process.kill()
+                num_killed += 1
         for worker in alive:  # all of them die at the same time, not one after the other
             worker.process.wait(KILLED_TIMEOUT_S)
         self._grace_until_s = 0.0
         for worker in self._workers:
             worker.close()
         self._workers.clear()
+        if num_killed:
+            _clear_up()
+
+
+def _clear_up() -> None:
+    from kvxfer.transfer.connector import clear_up_after_killed
+
+    try:
+        clear_up_after_killed()
+    except KvxferError as error:
+        logger.warning("%s", error)
 
 
 def divide_budget(free_bytes: int, num_workers: int, most_bytes: int) -> int:
