@@ -193,24 +193,24 @@ class LocalLauncher:
 
     def stop(self) -> None:
         """End all processes: SIGTERM, a grace, SIGKILL. Idempotent."""
-        alive, num_killed = self.terminate(), 0
+        alive = self.terminate()
         for worker in alive:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(0.0, self._grace_until_s - time.monotonic()))
             if worker.process.poll() is None:
                 worker.process.kill()
-                num_killed += 1
         for worker in alive:  # all of them die at the same time, not one after the other
             worker.process.wait(KILLED_TIMEOUT_S)
         self._grace_until_s = 0.0
         for worker in self._workers:
             worker.close()
         self._workers.clear()
-        if num_killed:
+        if alive:
             _clear_up()
 
 
 def _clear_up() -> None:
+    """A worker that was killed, or did not wait for its threads, could not do it itself."""
     from kvxfer.transfer.connector import clear_up_after_killed
 
     try:
