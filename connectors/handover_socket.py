@@ -98,9 +98,7 @@ def socket_directory() -> Path:
 
     Raises UsageError when it is another user's, or open to others.
     """
-    given = os.environ.get(DIRECTORY, "")
-    runtime = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    path = Path(given) if given else Path(runtime) / f"kvxfer-{os.geteuid()}"
+    path = _directory_path()
     try:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -115,6 +113,19 @@ def socket_directory() -> Path:
         mode = stat.S_IMODE(found.st_mode)
         raise UsageError(DIRECTORY, str(path), f"is open to others (mode {mode:o}, not 700)")
     return path
+
+
+def _directory_path() -> Path:
+    given = os.environ.get(DIRECTORY, "")
+    runtime = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(given) if given else Path(runtime) / f"kvxfer-{os.geteuid()}"
+
+
+def remove_dead_sockets() -> None:
+    """For who killed a process that had one, and does not want to wait until the next one starts.
+    Raises ConnectorError."""
+    with _translated("clearing up"):
+        _remove_dead(_directory_path())
 
 
 class Listener:

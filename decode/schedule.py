@@ -300,6 +300,7 @@ class DecodeRequest:
             self.kv_digests,
             len(self.output),
             self.retry_after_s,
+            self.prefill_name,
         )
 
     def next_step(self) -> SequenceStep:

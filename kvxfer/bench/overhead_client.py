@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 READ_TIMEOUT_S = 120.0
+NAME = "none"
+"""Of the model, as `overhead_front` serves it."""
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 import kvxfer.model.tiny
+from kvxfer.bench.overhead_client import NAME
 from kvxfer.model.loader import inspect_model
 from kvxfer.model.tokenizer import Tokenizer
 from kvxfer.serve.front import Front
@@ -19,7 +20,6 @@ from kvxfer.serve.served import Limits, ServedModel
 from kvxfer.serve.uvicorn_server import HttpServer, bind
 
 CONNECT_TIMEOUT_S = 60.0
-NAME = "none"
 MAX_MODEL_LEN = 2048
 
 

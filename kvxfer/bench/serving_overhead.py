@@ -21,8 +21,7 @@ from pathlib import Path
 
 from cyclopts import Parameter
 
-from kvxfer.bench.overhead_client import Answered, Client
-from kvxfer.bench.overhead_front import NAME
+from kvxfer.bench.overhead_client import NAME, Answered, Client
 from kvxfer.bench.record import Record, command_line
 from kvxfer.bench.report import Figure, describe_machine
 from kvxfer.errors import KvxferError, UsageError

@@ -83,7 +83,7 @@ from kvxfer.control.telemetry_messages import Metrics, MetricsQuery
 from kvxfer.control.view_messages import View, ViewQuery
 from kvxfer.transfer.regions import Region
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 
 
 class Hello(WireStruct, frozen=True):

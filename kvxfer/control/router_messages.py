@@ -72,6 +72,8 @@ class Finished(WireStruct, frozen=True):
     """Told of it: fewer that arrived are an answer cut short."""
     retry_after_s: float
     """Overloaded: when those who wait now may have been served, as measured."""
+    prefill: str = ""
+    """worker_id of the prefill worker that got the grant last, '' where none did."""
 
 
 class StatusQuery(WireStruct, frozen=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -17,10 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvxfer.errors import DeadlineExceeded, WorkerDied
+from kvxfer.errors import DeadlineExceeded, KvxferError, WorkerDied
 
-GRACE_S = 0.8
-"""After SIGTERM; then SIGKILL. Keeps Ctrl-C under two seconds."""
+logger = logging.getLogger(__name__)
+
+GRACE_S = 1.2
+"""After SIGTERM; then SIGKILL. Keeps Ctrl-C under two seconds, and is more than a worker gives its
+threads, so that only one that is stuck, or short of CPU, is killed."""
 KILLED_TIMEOUT_S = 30.0
 """For the kernel to give a killed process's memory back: GiB of it, on a busy machine."""
 OTHERS_TIMEOUT_S = 7.0
@@ -201,6 +205,18 @@ class LocalLauncher:
         for worker in self._workers:
             worker.close()
         self._workers.clear()
+        if alive:
+            _clear_up()
+
+
+def _clear_up() -> None:
+    """A worker that was killed, or did not wait for its threads, could not do it itself."""
+    from kvxfer.transfer.connector import clear_up_after_killed
+
+    try:
+        clear_up_after_killed()
+    except KvxferError as error:
+        logger.warning("%s", error)
 
 
 def divide_budget(free_bytes: int, num_workers: int, most_bytes: int) -> int:

@@ -43,7 +43,8 @@ class WorkerPlan:
     module: str
     arguments: tuple[str, ...]
     address: str
-    """Where it listens: the same after a restart, so that its peers find it again."""
+    """Where it is dialled, with keys ADDRESS#NAME: the same after a restart, so that its peers find
+    it again."""
 
 
 @dataclass

@@ -94,9 +94,12 @@ class Front:
         request_id: str = "",
         traceparent: str = "",
         is_probe: bool = False,
+        decode: Backend | None = None,
+        prefill: str = "",
     ) -> Stream:
         """Begin a completion; several may share one `wake`. Whoever began it releases it. A probe
-        is in no metrics and no traces.
+        is in no metrics and no traces. `decode` and the id of a prefill worker are the pair that
+        it is meant for, where it is not to be chosen.
 
         Raises ControlError when no worker can take it.
         """
@@ -108,7 +111,7 @@ class Front:
             raise ControlError("there is no decode worker")
         span = NO_SPAN if is_probe else self.spans.begin("router", traceparent, request_id)
         completion = self.router.submit(
-            None,
+            decode,
             tokens,
             max_new_tokens,
             sampling=sampling,
@@ -116,6 +119,7 @@ class Front:
             verify=verify,
             request_id=request_id,
             traceparent=span.traceparent,
+            prefill=prefill,
         )
         observed = None if is_probe else Observed(completion, self.metrics, span)
         stream = Stream(completion, wake, observed)

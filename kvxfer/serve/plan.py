@@ -67,16 +67,22 @@ def plan_serve(
                 raise UsageError(field, getattr(given, field), reason)
     names = [(role, f"{role}-{index}") for role, count in counts.items() for index in range(count)]
     placed, notes = _placed(names, options, machine)
-    addresses = {name: f"{IPC}{run_dir / name}" for _, name in names}
+    listens = {name: f"{IPC}{run_dir / name}" for _, name in names}
+    addresses = {name: _dialled(listens[name], options[role]) for role, name in names}
     prefills = [addresses[name] for role, name in names if role == "prefill"]
     workers = []
     for index, (role, name) in enumerate(names):
-        own = replace(placed[name], worker_id=name, listen=addresses[name])
+        own = replace(placed[name], worker_id=name, listen=listens[name])
         if own.metrics_port:  # one host, so a port for each
             own = replace(own, metrics_port=own.metrics_port + index)
         more = [word for one in prefills for word in ("--prefill", one)] if role == "decode" else []
         workers.append(WorkerPlan(name, role, (*as_arguments(own), *more), addresses[name]))
     return ServePlan(tuple(workers), tuple(notes))
+
+
+def _dialled(listen: str, options: WorkerOptions) -> str:
+    """With keys whoever dials says whose key belongs there: one of several may be allowed."""
+    return listen if options.key_file is None else f"{listen}#{options.key_file.stem}"
 
 
 def as_arguments(options: WorkerOptions) -> list[str]:

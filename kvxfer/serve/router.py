@@ -184,10 +184,12 @@ class Router:
         verify: bool = False,
         request_id: str = "",
         traceparent: str = "",
+        prefill: str = "",
     ) -> Completion:
-        """Send a prompt to a decode worker (or to the single process that it is compared with);
-        None: to the pair of workers that is likely to be quickest, and to another decode worker
-        where that is overloaded. One too many has ended when this returns, as 'overloaded'."""
+        """Send a prompt to a decode worker (or to the single process that it is compared with),
+        which first asks the worker called `prefill`, if that is told; None: to the pair of workers
+        that is likely to be quickest, and to another decode worker where that is overloaded. One
+        too many has ended when this returns, as 'overloaded'."""
         request_id, sent_s = request_id or secrets.token_hex(8), time.monotonic()
         generate = Generate(
             request_id=request_id,
@@ -195,7 +197,7 @@ class Router:
             max_new_tokens=max_new_tokens,
             sampling=sampling or Sampling(),
             stop_token_ids=list(stop_token_ids),
-            prefill="",
+            prefill=prefill,
             verify=verify,
             traceparent=traceparent,
         )

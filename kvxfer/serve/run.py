@@ -12,6 +12,7 @@ from pathlib import Path
 from kvxfer.config import LAYOUT_VARIABLE, WorkerOptions
 from kvxfer.config_file import ROUTER_KEYS, SERVE_KEYS, WORKER_KEYS
 from kvxfer.control.auth import Keys
+from kvxfer.control.channel import check_dial
 from kvxfer.errors import UsageError
 from kvxfer.launch.local import LocalLauncher
 from kvxfer.launch.supervisor import Supervisor
@@ -69,6 +70,7 @@ def run_serve(
         counts = {"prefill": options.prefill, "decode": options.decode}
         machine = Machine(count_gpus(), HostMemory().measure().free_bytes)
         plan = plan_serve(counts, by_role, machine, run_dir)
+        _check_keys(plan, by_role, keys)
         served = _load(options, worker.model, worker.max_model_len)
         listener = stack.enter_context(bind(options.host, options.port))
         screen = StartScreen([one.name for one in plan.workers])
@@ -94,6 +96,16 @@ def run_serve(
             start_timeout_s=options.start_timeout_s, announce=announce, on_end=launcher.terminate,
         ).run()  # fmt: skip
     return 0
+
+
+def _check_keys(plan: ServePlan, by_role: Mapping[str, WorkerOptions], keys: Keys | None) -> None:
+    """Refuse, before anything starts, keys with which the router would reach no worker."""
+    for role, given in by_role.items():
+        if given.key_file is not None and keys is None:
+            reason = f"is the {role} workers' alone, and the router needs a key, too"
+            raise UsageError("key_file", str(given.key_file), reason)
+    for one in plan.workers:
+        check_dial(one.module, one.address, keys)
 
 
 def _start_workers(

@@ -227,3 +227,9 @@ def load_connector(name: str) -> type[Connector]:
 def load_connectors(names: str) -> dict[str, type[Connector]]:
     """The connectors of a comma-separated list, by name."""
     return {name: load_connector(name) for name in check_connectors(names)}
+
+
+def clear_up_after_killed() -> None:
+    """Remove what processes that were killed left of connectors in this host's file system, which
+    else waits for the next one that starts: the sockets of `peer`. Raises ConnectorError."""
+    importlib.import_module("connectors.handover_socket").remove_dead_sockets()

@@ -83,7 +83,9 @@ class MultiConnector:
 
     def deregister(self, regions: Sequence[Region]) -> None:
         with ExitStack() as release:
-            for connector in self.connectors.values():
+            # In the order of their names, the last one in the stack first: a worker that has little
+            # time left is rid of `peer`'s socket before NIXL's agent ends, which takes longest.
+            for connector in reversed(self.connectors.values()):
                 release.callback(connector.deregister, regions)
 
     def describe(self, regions: Sequence[Region]) -> bytes:

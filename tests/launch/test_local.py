@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -148,6 +149,23 @@ def test_who_ignores_sigterm_is_killed_after_one_grace_for_all(launcher):
     launcher.stop()
     assert time.monotonic() - started < 2 * local.GRACE_S
     assert [worker.process.returncode for worker in workers] == [-signal.SIGKILL] * 3
+
+
+def test_who_is_killed_leaves_no_socket_and_others_keep_theirs(launcher, tmp_path, monkeypatch):
+    """Of the connector `peer`, whose directory all workers of a user share."""
+    monkeypatch.setenv("KVXFER_PEER_DIR", str(tmp_path))
+    monkeypatch.setattr(local, "GRACE_S", 0.1)
+    dead, other = tmp_path / "a.peer", tmp_path / "b.peer"
+    worker = launcher.start("a", "stubborn", f"socket={dead}", "ready", "sleep=60")
+    wait_ready(launcher, worker)
+    assert dead.is_socket()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as alive:
+        alive.bind(str(other))
+        alive.listen()
+        launcher.stop()
+        assert worker.process.returncode == -signal.SIGKILL
+        assert not dead.exists()
+        assert other.is_socket()
 
 
 def test_a_stopped_process_is_ended_too(launcher):

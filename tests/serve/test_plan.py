@@ -135,3 +135,14 @@ def test_workers_inherit_no_option_of_serve():
     told = {"KVXFER_API_KEY": "k", "KVXFER_PREFILL": "2", "KVXFER_CONFIG": "f", "HOME": "/"}
     kept = {"HOME": "/", "KVXFER_KV_CACHE_LAYOUT": "BHLNC", "KVXFER_PEER_DIR": "/p"}
     assert worker_environment({**told, **kept}) == kept
+
+
+def test_with_keys_each_worker_is_dialled_by_the_name_of_its_key():
+    """Of several that are allowed only one is right; where it listens it has no name."""
+    found = plan(2, 1, key_file=Path("/keys/serve.key"), peer_keys=Path("/keys/allowed"))
+    address = f"ipc://{RUN_DIR}/prefill-1"
+    assert found.addresses("prefill")[1] == f"{address}#serve"
+    told = flags(found)
+    assert told["prefill-1"]["--listen"] == [address]
+    assert told["decode-0"]["--prefill"] == found.addresses("prefill")
+    assert told["decode-0"]["--key-file"] == ["/keys/serve.key"]

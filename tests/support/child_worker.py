@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 
 
 def main() -> None:
+    held = []
     script, fd = sys.argv[1], int(sys.argv[sys.argv.index("--ready-fd") + 1])
 
     def tell(**record: str) -> None:
@@ -38,6 +40,10 @@ def main() -> None:
             time.sleep(float(value))
         elif name == "stubborn":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        elif name == "socket":
+            held.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            held[-1].bind(value)
+            held[-1].listen()
         elif name == "polite":
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         elif name == "kill":

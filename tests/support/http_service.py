@@ -58,14 +58,20 @@ def served_model(**changes: Any) -> ServedModel:
 
 
 class HttpService:
-    """A context. `limits`, `served` and `api_keys` are as for `make_app`."""
+    """A context. `limits`, `served` and `api_keys` are as for `make_app`; `num_each` workers of
+    each role, which all know each other."""
 
     def __init__(
-        self, limits: Limits | None = None, served: ServedModel | None = None, **more: Any
+        self,
+        limits: Limits | None = None,
+        served: ServedModel | None = None,
+        num_each: int = 1,
+        **more: Any,
     ) -> None:
         self.limits = limits or Limits()
         self.served = served or served_model()
         self._more = more
+        self._num_each = num_each
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_over = threading.Event()
         self._failures: list[BaseException] = []
@@ -78,7 +84,9 @@ class HttpService:
             info = dataclasses.replace(made.info, vocab_size=self.served.info.vocab_size)
             return dataclasses.replace(made, info=info)
 
-        self.prefill, self.decode = self.cluster.pair(engine=engine, max_num_batched_tokens=256)
+        options = {"engine": engine, "max_num_batched_tokens": 256}
+        self.prefill, self.decode = self.cluster.pair(**options)
+        self._add_others({"lane": "push", **options})
         listener = bind(port=0)
         self.port: int = listener.getsockname()[1]
         self.router = Router(survives_loss=True, request_timeout_s=20.0)
@@ -93,10 +101,23 @@ class HttpService:
         )
         self._threads = [threading.Thread(target=self._turn), threading.Thread(target=self._serve)]
         self._threads[0].start()
-        self.router.connect([self.decode.address, self.prefill.address], 10)
+        self.router.connect([one.address for one in reversed(self.cluster.workers)], 10)
         self._threads[1].start()
         wait_until(lambda: self.server._server.started, 10, "the server")
         return self
+
+    def _add_others(self, options: dict[str, Any]) -> None:
+        """Each decode worker knows each prefill worker."""
+        prefills, decodes = [self.prefill], [self.decode]
+        for index in range(1, self._num_each):
+            prefills.append(self.cluster.add("prefill", worker_id=f"prefill-{index}", **options))
+            decodes.append(self.cluster.add("decode", worker_id=f"decode-{index}", **options))
+        for decode in decodes:
+            for prefill in prefills[1:] if decode is self.decode else prefills:
+                decode.peers.dial(prefill.address)
+        self.cluster.until(
+            lambda: all(len(one.peers.ready()) == self._num_each for one in self.cluster.workers)
+        )
 
     def _turn(self) -> None:
         while not self._is_over.is_set():

@@ -1,4 +1,4 @@
-"""`kvxfer serve` as a user runs it."""
+"""`kvxfer serve`, or `kvxfer router`, as a user runs it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from support.running import wait_until
 
 
 class Served:
-    """A `kvxfer serve`, whose output is read for what it says."""
+    """A `kvxfer serve`, or another `command`, whose output is read for what it says."""
 
-    def __init__(self, directory: Path, *options: str, **variables: str) -> None:
+    def __init__(
+        self, directory: Path, *options: str, command: str = "serve", **variables: str
+    ) -> None:
         self.out, self.err = directory / "out", directory / "err"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
-                [*KVXFER, "serve", *options], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out,
+                [*KVXFER, command, *options], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out,
                 stderr=err, env={**os.environ, "TMPDIR": str(directory), **variables},
             )  # fmt: skip
 

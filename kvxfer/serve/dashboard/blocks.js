@@ -9,12 +9,16 @@ const WORDS = [
   "the null block, where padding goes", "free", "kept in the prefix cache", "in use",
   "quarantined: a peer may still write to it", "in flight",
 ];
+// What tells them apart without colour; the page's legend has the same.
+const MARKS = [null, null, "row", null, "slope", "column"];
+const MARK_STEP = 5;
+const SEEN_WIDTH = 3; // that quarantined blocks and those in flight have at least, however few
 const MAP_HEIGHT = 150;
 const ROWS_MOST = 64;
 
 export function colours() {
   const style = getComputedStyle(document.documentElement);
-  const names = ["--reserved", "--hatch", "--registered", "--ink", ...COLOURS];
+  const names = ["--reserved", "--hatch", "--registered", "--ink", "--card", ...COLOURS];
   return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(name).trim()]));
 }
 
@@ -32,6 +36,27 @@ function context(canvas, height) {
   c.setTransform(scale, 0, 0, scale, 0, 0);
   c.clearRect(0, 0, width, height);
   return [c, width];
+}
+
+// A box in the colour and with the mark of a state: thin lines in the card's colour, so far apart
+// that most of it keeps its own.
+function fillState(c, paint, state, x, y, width, height) {
+  c.fillStyle = paint[COLOURS[state] ?? "--hatch"];
+  c.fillRect(x, y, width, height);
+  const mark = MARKS[state];
+  if (!mark || width < 3 || height < 3) return;
+  const first = (size) => Math.floor(Math.min(size, MARK_STEP) / 2);
+  c.fillStyle = paint["--card"];
+  if (mark === "row") {
+    for (let at = first(height); at < height; at += MARK_STEP) c.fillRect(x, y + at, width, 1);
+  } else if (mark === "column") {
+    for (let at = first(width); at < width; at += MARK_STEP) c.fillRect(x + at, y, 1, height);
+  } else {
+    const step = Math.min(MARK_STEP, Math.floor(width)); // a line at least, from edge to edge
+    for (let row = 0; row < height; row += 1) {
+      for (let at = row % step; at < width; at += step) c.fillRect(x + at, y + row, 1, 1);
+    }
+  }
 }
 
 // The state of block `index`, or null where it may not be used (yet).
@@ -96,8 +121,7 @@ export function drawMap(canvas, group, cursor) {
       c.fillStyle = paint["--hatch"];
       c.fillRect(x + (size - dot) / 2, y + (size - dot) / 2, dot, dot);
     } else {
-      c.fillStyle = state === -2 ? paint["--hatch"] : paint[COLOURS[state] ?? "--hatch"];
-      c.fillRect(x, y, size, size);
+      fillState(c, paint, state, x, y, size, size);
     }
     if (cursor !== null && Math.floor(cursor / shape.per) === cell) {
       c.strokeStyle = paint["--ink"];
@@ -174,20 +198,27 @@ export function drawAddresses(canvas, cache, group) {
   });
 }
 
-// Blocks lie at the same place in every segment, so one state is a band through all rows.
+// Blocks lie at the same place in every segment, so one state is a band through all rows; marks go
+// through them as if there were none, since a row may be two pixels high.
 function drawBands(c, group, shape, box, paint) {
   const share = group.segment_block_bytes / group.segment_bytes;
+  const bands = [];
   let block = 0;
   for (const [state, count] of group.cells) {
     const end = Math.min(group.usable, block + count * group.blocks_per_cell);
-    if (state > 1) {
-      c.fillStyle = paint[COLOURS[state] ?? "--hatch"];
-      const [x, w] = box(block * share, end * share);
-      for (let row = 0; row < shape.rows; row += 1) {
-        c.fillRect(x, row * shape.height, w, shape.height - shape.gap);
-      }
-    }
+    if (state > 1) bands.push([state, ...box(block * share, end * share)]);
     block = end;
+  }
+  const height = shape.rows * shape.height;
+  for (const [state, x, w] of bands.sort((a, b) => a[0] - b[0])) { // the highest state on top
+    const width = state > 3 ? Math.max(SEEN_WIDTH, w) : w;
+    fillState(c, paint, state, Math.round(x), 0, Math.max(1, Math.round(width)), height);
+  }
+  c.fillStyle = paint["--reserved"];
+  for (let row = 0; row < shape.rows && shape.gap && bands.length; row += 1) {
+    for (const [, x, w] of bands) {
+      c.fillRect(Math.round(x), (row + 1) * shape.height - shape.gap, Math.round(w), shape.gap);
+    }
   }
 }
 
