@@ -7,6 +7,7 @@ import cyclopts
 from kvxfer.bench.beside import BesideOptions
 from kvxfer.bench.buffer import BufferOptions
 from kvxfer.bench.buffer_plot import BufferPlotOptions
+from kvxfer.bench.connectors.options import ConnectorsOptions
 from kvxfer.bench.control import ControlOptions
 from kvxfer.bench.growth import GrowthOptions
 from kvxfer.bench.identity import IdentityOptions
@@ -177,6 +178,21 @@ def serving_overhead(options: ServingOverheadOptions = ServingOverheadOptions())
     from kvxfer.bench.serving_overhead import run_serving_overhead
 
     return run_serving_overhead(options)
+
+
+@bench.command
+def connectors(options: ConnectorsOptions = ConnectorsOptions()) -> int:  # noqa: B008
+    """Which connector moves KV best here, and how near it comes to what the machine can do.
+
+    Every connector, operation, block size and batch between two processes, with every byte
+    checked, next to the machine's own copy and a plain socket. Exit code 1 where something was not
+    measured as a whole; what was found is kept. nixlbench's option names are taken too.
+    Example: kvxfer bench connectors --start_block_size 4096 --max_block_size 1048576
+    --json connectors.json
+    """
+    from kvxfer.bench.connectors.run import run_connectors
+
+    return run_connectors(options)
 
 
 @bench.command
