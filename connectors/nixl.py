@@ -121,9 +121,7 @@ class NixlAgent(Agent):
         with translated("get_partial_agent_metadata"):
             segment = self._agent.nixl_mems[self._segment]
             ranges = self._api.nixlBind.nixlRegDList(segment, self._ranges(regions))
-            blob: bytes = self._agent.get_partial_agent_metadata(
-                ranges, True, [self._plugin]
-            )
+            blob: bytes = self._agent.get_partial_agent_metadata(ranges, True, [self._plugin])
         return blob
 
     def add_peer(self, remote: RemotePeer, metadata: bytes) -> None:

@@ -20,7 +20,6 @@ from kvxfer.bench.soak import SoakOptions
 from kvxfer.bench.stress import StressOptions
 from kvxfer.bench.tokens import TokensOptions
 from kvxfer.bench.transfer import TransferOptions
-from kvxfer.bench.transfer_sweep import SweepOptions
 
 bench = cyclopts.App(name="bench", help="Measure, with verified data.")
 
@@ -207,12 +206,8 @@ def soak(options: SoakOptions = SoakOptions()) -> int:  # noqa: B008
     return run_soak(options)
 
 
-transfer = cyclopts.App(name="transfer")
-bench.command(transfer)
-
-
-@transfer.default
-def transfer_case(case: str, options: TransferOptions = TransferOptions()) -> int:  # noqa: B008
+@bench.command
+def transfer(case: str, options: TransferOptions = TransferOptions()) -> int:  # noqa: B008
     """How fast KV moves between two processes, as a share of what the machine can do.
 
     CASE is one of peer-nvlink, peer-layouts, peer-vs-nixl, peer-one-gpu, nixl-growable, peer-host,
@@ -223,14 +218,3 @@ def transfer_case(case: str, options: TransferOptions = TransferOptions()) -> in
     from kvxfer.bench.transfer import run_transfer
 
     return run_transfer(case, options)
-
-
-@transfer.command
-def sweep(options: SweepOptions = SweepOptions()) -> int:  # noqa: B008
-    """Every connector, direction and size of run between two processes, as a table.
-
-    Example: kvxfer bench transfer sweep --connectors nixl,peer --plot sweep.svg
-    """
-    from kvxfer.bench.transfer_sweep import run_sweep
-
-    return run_sweep(options)

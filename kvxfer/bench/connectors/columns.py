@@ -9,6 +9,7 @@ from kvxfer.bench.connectors.report import Row
 from kvxfer.bench.connectors.values import FIXED, size_text
 
 Value = str | int | float
+_SIZES = ("block_bytes", "chunk_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,11 @@ class Column:
     value: Callable[[Row], Value]
     text: Callable[[Row], str]
     is_number: bool = True
+
+    def cell(self, row: Row) -> str:
+        """A dash for what was not found: no run of it ended well."""
+        is_found = row.runs or not self.is_number or self.key in ("batch", *_SIZES)
+        return self.text(row) if is_found else "–"
 
 
 def _number(
@@ -108,5 +114,5 @@ def fitting(rows: list[Row], width: int) -> list[Column]:
 def table_width(columns: list[Column], rows: list[Row]) -> int:
     """With a space on either side of each cell and a line between two."""
     return 1 + sum(
-        3 + max([len(column.title), *(len(column.text(row)) for row in rows)]) for column in columns
+        3 + max([len(column.title), *(len(column.cell(row)) for row in rows)]) for column in columns
     )

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Mapping
-from multiprocessing.connection import Connection
 
 import torch
 
@@ -23,14 +20,6 @@ from kvxfer.transfer.plan import TransferPlan
 SPINS = 200
 """Polls in a row without a pause, a millisecond or two: a pause takes 100 µs, as long as a small
 transfer. On the host, whoever copies for longer gets the core after that."""
-
-
-def serve_process(pipe: Connection, role: str, device: str, environment: Mapping[str, str]) -> None:
-    """A process's main: until the parent closes its end of `pipe`, however that comes about."""
-    os.environ.update(environment)  # before any transport is loaded
-    from kvxfer.bench.transfer_serve import serve
-
-    serve(pipe, role, device, ConnectorsEnd)
 
 
 class ConnectorsEnd(End):

@@ -12,6 +12,8 @@ from kvxfer.transfer.connector import check_connectors
 
 DEFAULT = ("nixl", "peer", "staged", "mooncake", "offload")
 """Loopback moves nothing between processes: its contract tests are its own measure."""
+ACROSS = ("nixl", "staged", "mooncake")
+"""Of those, the ones that reach another machine."""
 STAGED = frozenset({"staged", "offload"})
 """Those that go through memory that is not the cache's."""
 NEEDS: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -42,8 +44,9 @@ class Lane:
         return "staged" if self.module in STAGED else "direct"
 
 
-def lanes_of(words: str, backend: str) -> tuple[list[Lane], list[str]]:
-    """Those to measure, and of those that could have been why they are not.
+def lanes_of(words: str, backend: str, *, is_far: bool = False) -> tuple[list[Lane], list[str]]:
+    """Those to measure, and of those that could have been why they are not. `is_far`: between two
+    machines.
 
     Raises UsageError where the user named one that is not there, with what to install.
     """
@@ -52,8 +55,11 @@ def lanes_of(words: str, backend: str) -> tuple[list[Lane], list[str]]:
         raise UsageError("backend", backend, reason)
     found: list[Lane] = []
     problems: list[str] = []
-    for word in words.split(",") if words else DEFAULT:
+    for word in words.split(",") if words else ACROSS if is_far else DEFAULT:
         lane = _lane(word.strip(), backend)
+        if is_far and lane.environment.keys() - {BACKEND}:
+            reason = "settings do not travel: give them to both sides' environments"
+            raise UsageError("connectors", lane.name, reason)
         if lane in found:
             raise UsageError("connectors", words, f"names {lane.name} twice")
         reason = why_missing(lane.module)

@@ -24,7 +24,11 @@ def check_memory(sweep: Sweep, free: Mapping[str, int], *, is_far: bool) -> None
     """Raises UsageError for the first kind that takes more of a device than is `free` there.
     `is_far`: the target is on another machine, which looks after itself."""
     for trial in sweep.trials:
-        for device, needed in needs_of(trial, is_far=is_far).items():
+        try:
+            needs = needs_of(trial, is_far=is_far)
+        except UsageError as error:  # more than can be addressed
+            raise UsageError("block_sizes", trial.kind.block_bytes, str(error)) from None
+        for device, needed in needs.items():
             if needed > free[device]:
                 kind, place = trial.kind, "host memory" if device == "cpu" else device
                 reason = (

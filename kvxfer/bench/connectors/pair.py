@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from kvxfer.bench.connectors.serve import serve_process
 from kvxfer.bench.connectors.sweep import Setting
 from kvxfer.bench.connectors.words import Aim, Timed
 from kvxfer.bench.transfer_pair import (
@@ -30,8 +31,6 @@ ONE_PIECE = 1 << 40
 def start_process(
     ours: Connection, theirs: Connection, role: str, device: str, environment: Mapping[str, str]
 ) -> Process:
-    from kvxfer.bench.connectors.end import serve_process
-
     return spawn_end(serve_process, theirs, role, device, environment)
 
 
@@ -46,6 +45,10 @@ class ConnectorsPair(Pair):
     def between(cls, devices: tuple[str, str], environment: Mapping[str, str]) -> ConnectorsPair:
         """Two processes of this machine."""
         return cls(*devices, environment)
+
+    def __enter__(self) -> ConnectorsPair:
+        super().__enter__()
+        return self
 
     def hear(self, role: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         """As Pair's, and WorkerDied as soon as either process is gone."""

@@ -32,7 +32,7 @@ def run_connectors(options: ConnectorsOptions) -> int:
     if options.compare is not None:
         from kvxfer.bench.connectors.compare import compare_reports
 
-        return compare_reports(*options.compare, options.json is not None)
+        return compare_reports(*options.compare, as_json=False)
     if options.listen:
         from kvxfer.bench.connectors.listen import listen
 
@@ -153,17 +153,18 @@ class Bench:
     def _ready(self, trial: Trial) -> ConnectorsPair:
         """The pair, with the trial's connector and caches open."""
         wanted: tuple[object, ...] = (trial.lane.name, trial.setting.devices)
-        if self._pair is None or self._open[:2] != wanted:
+        pair = self._pair
+        if pair is None or self._open[:2] != wanted:
             self._let_go()
             made = self.make_pair(trial.setting.devices, dict(trial.lane.environment))
-            self._pair = self._stack.enter_context(made)
+            self._pair = pair = self._stack.enter_context(made)
             self._open = wanted
         setting: Setting = trial.setting
         if self._open[2:] != (setting,):
             self._open = wanted  # nothing is, should this fail
-            self._pair.open_setting(setting, trial.lane.module)
+            pair.open_setting(setting, trial.lane.module)
             self._open = (*wanted, setting)
-        return self._pair
+        return pair
 
     def _let_go(self) -> None:
         self._pair = None

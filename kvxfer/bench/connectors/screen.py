@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -31,7 +32,7 @@ class Screen:
 
     def __init__(self, num_steps: int) -> None:
         self._console = Console(highlight=False)
-        if not self._console.is_terminal:
+        if not self._console.is_terminal and "COLUMNS" not in os.environ:
             self._console = Console(highlight=False, width=WIDE)
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -99,7 +100,7 @@ def _table(rows: Sequence[Row], width: int) -> Table:
         if before is not None and before.kind.connector != row.kind.connector:
             table.add_section()
         style = "red" if row.problem else None
-        table.add_row(*(escape(column.text(row)) for column in columns), style=style)
+        table.add_row(*(escape(column.cell(row)) for column in columns), style=style)
         before = row
     return table
 

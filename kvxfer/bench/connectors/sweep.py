@@ -79,7 +79,7 @@ def sweep_of(options: ConnectorsOptions, num_gpus: int) -> Sweep:
             raise UsageError(name, getattr(options, name), "must be at least 1")
     if options.warmup_iter < 0:
         raise UsageError("warmup_iter", options.warmup_iter, "is negative")
-    lanes, problems = lanes_of(options.connectors, options.backend)
+    lanes, problems = lanes_of(options.connectors, options.backend, is_far=bool(options.peer))
     modes = listed("modes", options.modes, one_of("direct", "staged"))
     chosen = [lane for lane in lanes if lane.mode in modes]
     if not chosen:
@@ -132,14 +132,14 @@ def _memories(options: ConnectorsOptions, num_gpus: int) -> list[tuple[str, str]
     for name, memories in zip(("initiator_seg_type", "target_seg_type"), sides, strict=True):
         if "VRAM" in memories and not num_gpus:
             raise UsageError(name, "VRAM", "there is no GPU here")
-    return list(itertools.product(*sides))
+    return [(ours, theirs) for ours in sides[0] for theirs in sides[1]]
 
 
 def _gpus(
     options: ConnectorsOptions, num_gpus: int, memories: Sequence[tuple[str, str]]
 ) -> list[str]:
     if not options.devices:
-        return ["cuda:0", "cuda:1" if num_gpus > 1 else "cuda:0"]
+        return ["cuda:0", "cuda:1" if num_gpus > 1 and not options.peer else "cuda:0"]
     if not any("VRAM" in pair for pair in memories):
         raise UsageError("devices", options.devices, "are GPUs, and no memory is VRAM")
     found = options.devices.split(",")
