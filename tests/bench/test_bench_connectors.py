@@ -252,6 +252,21 @@ def test_a_wrong_bit_gives_its_connector_up(monkeypatch, tmp_path: Path, capsys)
     assert "NOT COMPLETE" in capsys.readouterr().out
 
 
+def test_a_plugin_that_nixl_does_not_have_is_named(threads, monkeypatch, tmp_path: Path) -> None:
+    """As the user named the connector; of those tried by default it is no failure."""
+    monkeypatch.setenv(lanes.BACKEND, "NO_SUCH")
+    path = tmp_path / "bench.json"
+    assert bench(*TINY, "--connectors", "nixl", "--json", str(path)) == 1
+    (row,) = read_report(path).rows
+    assert "NIXL has no NO_SUCH plugin that works here" in row.problem
+    monkeypatch.setattr(lanes, "DEFAULT", ("nixl", "loopback"))
+    assert bench(*TINY, "--op_type", "READ", "--json", str(path)) == 0
+    report = read_report(path)
+    assert report.is_complete
+    assert {row.kind.connector for row in report.rows} == {"loopback"}
+    assert "nixl: does not work here: " in report.problems[0]
+
+
 def test_what_was_found_before_ctrl_c_is_kept(threads, monkeypatch, tmp_path: Path) -> None:
     path, verify, calls = tmp_path / "bench.json", ConnectorsPair.ask, []
 

@@ -50,10 +50,13 @@ START_S = 60.0
 
 
 @contextmanager
-def program(*words: str, before: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
+def program(
+    *words: str, before: tuple[str, ...] = (), start_new_session: bool = False
+) -> Iterator[subprocess.Popen[str]]:
     started = subprocess.Popen(
         [*before, *COMMAND, *words], env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT,
         text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=start_new_session,
     )  # fmt: skip
     try:
         yield started
@@ -196,6 +199,30 @@ def test_a_far_end_that_is_killed_is_told_and_what_was_found_kept(
         assert report.rows[-1].problem
         assert run_once(*words, *TINY) == 0
     assert read_report(path).is_complete
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_what_was_found_and_nothing_else(
+    tmp_path: Path, leaves_nothing_behind
+) -> None:
+    """As from a terminal: the whole group is told."""
+    path = tmp_path / "bench.json"
+    words = [*TINY[:-4], "--num_iter", "500", "--connectors", "nixl,peer", "--json", str(path)]
+    with program(*words, start_new_session=True) as near:
+        deadline_s = time.monotonic() + START_S
+        while not path.exists() and time.monotonic() < deadline_s:
+            time.sleep(0.1)  # until the first row is there
+        ends = ends_of(near.pid)
+        os.killpg(near.pid, signal.SIGINT)
+        printed, _ = near.communicate(timeout=START_S)
+    assert near.returncode == 130, printed
+    assert "Traceback" not in printed
+    report = read_report(path)
+    assert not report.is_complete
+    assert [row.problem == "" for row in report.rows[:1]] == [True]
+    assert report.problems == ["stopped by the user"]
+    assert ends
+    assert not any(end.is_running() for end in ends)
 
 
 def ends_of(pid: int) -> list[psutil.Process]:

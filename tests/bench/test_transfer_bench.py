@@ -1,7 +1,8 @@
 """`kvxfer bench transfer`: what it measures with, and that a wrong byte fails it.
 
 Most tests run the two ends as threads of this process, over the loopback connector: to start two
-processes and import torch in each costs seconds. One has real processes.
+processes and import torch in each costs seconds. One has real processes, as one of
+test_bench_connectors.py has, which is run by default.
 """
 
 from __future__ import annotations
@@ -269,6 +270,7 @@ def test_all_goes_on_after_a_case_that_failed(monkeypatch, capsys, tmp_path: Pat
     assert printed.count("failed: ") == 2
 
 
+@pytest.mark.slow
 def test_real_processes_move_bytes_and_leave_nothing_behind(leaves_nothing_behind) -> None:
     setup = setup_of([shape_of(64), Shape(shape_of(2048).spec, KVCacheLayout.LHBNC)], 4 << 20)
     works = [work_of("equal", setup, 4 << 20, (0, 0)), work_of("mixed", setup, 4 << 20, (1, 0))]

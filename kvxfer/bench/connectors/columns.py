@@ -84,8 +84,7 @@ COLUMNS = (
     _micros("transfer_us", "transfer", 10, lambda row: row.transfer_us),
     _number("descriptors", "descr.", 20, lambda row: row.descriptors),
     _number("bytes_per_descriptor", "B/descr.", 21, lambda row: row.bytes_per_descriptor),
-    Column("verified_bytes", "verified", 7, lambda row: row.verified_bytes,
-           lambda row: f"{row.verified_bytes / (1 << 20):,.0f} MiB"),
+    _size("verified_bytes", "verified", 7, lambda row: row.verified_bytes),
     _number("runs", "runs", 22, lambda row: row.runs),
     _words("problem", "problem", 33, lambda row: row.problem),
 )  # fmt: skip
