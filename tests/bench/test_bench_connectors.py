@@ -28,6 +28,7 @@ from kvxfer.bench.connectors.journal import Journal
 from kvxfer.bench.connectors.lanes import lanes_of
 from kvxfer.bench.connectors.measure import Samples, aim_of
 from kvxfer.bench.connectors.memory import check_memory, needs_of
+from kvxfer.bench.connectors.moves import Timed
 from kvxfer.bench.connectors.options import ConnectorsOptions
 from kvxfer.bench.connectors.pair import ConnectorsPair
 from kvxfer.bench.connectors.report import Report, read_report
@@ -35,7 +36,6 @@ from kvxfer.bench.connectors.shapes import Ends, shapes_of
 from kvxfer.bench.connectors.summary import latency_of
 from kvxfer.bench.connectors.sweep import sizes_of, sweep_of
 from kvxfer.bench.connectors.values import size_of, size_text
-from kvxfer.bench.connectors.words import Timed
 from kvxfer.bench.transfer_serve import serve
 from kvxfer.cache.layout import GroupGeometry, KVCacheLayout
 from kvxfer.cli import app

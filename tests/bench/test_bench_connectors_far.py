@@ -35,8 +35,8 @@ from kvxfer.bench.connectors.far import (
     unpack,
 )
 from kvxfer.bench.connectors.listen import Server, why_not
+from kvxfer.bench.connectors.moves import Aim
 from kvxfer.bench.connectors.report import Report, read_report
-from kvxfer.bench.connectors.words import Aim
 from kvxfer.bench.netns import ADDRESSES, Namespaces
 from kvxfer.bench.netns import why_not as why_no_namespaces
 from kvxfer.control.auth import make_key_pair

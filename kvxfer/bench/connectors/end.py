@@ -6,8 +6,8 @@ import time
 
 import torch
 
+from kvxfer.bench.connectors.moves import Aim, Timed
 from kvxfer.bench.connectors.stream import Receiver, send_stream
-from kvxfer.bench.connectors.words import Aim, Timed
 from kvxfer.bench.transfer_end import End
 from kvxfer.bench.transfer_fill import clear, fill, is_filled
 from kvxfer.bench.transfer_words import OTHER, CacheSetup, Move

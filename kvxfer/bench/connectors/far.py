@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from kvxfer.bench.connectors.words import Aim, Timed
+from kvxfer.bench.connectors.moves import Aim, Timed
 from kvxfer.bench.transfer_words import CacheSetup, Contact
 from kvxfer.control.addresses import split_name
 from kvxfer.control.auth import Keys

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvxfer.bench.connectors.ceilings import Ceilings
+from kvxfer.bench.connectors.moves import Aim, Timed
 from kvxfer.bench.connectors.pair import ConnectorsPair
 from kvxfer.bench.connectors.report import Row
 from kvxfer.bench.connectors.summary import latency_of, median_us, spread_of
 from kvxfer.bench.connectors.sweep import Trial
-from kvxfer.bench.connectors.words import Aim, Timed
 from kvxfer.bench.transfer_shapes import random_places
 from kvxfer.errors import TransferError
 

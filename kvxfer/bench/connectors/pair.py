@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from kvxfer.bench.connectors.moves import Aim, Timed
 from kvxfer.bench.connectors.serve import serve_process
 from kvxfer.bench.connectors.sweep import Setting
-from kvxfer.bench.connectors.words import Aim, Timed
 from kvxfer.bench.transfer_pair import (
     ANSWER_TIMEOUT_S,
     ROLES,

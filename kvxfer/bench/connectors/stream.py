@@ -11,7 +11,7 @@ import threading
 import time
 from contextlib import suppress
 
-from kvxfer.bench.connectors.words import STREAM_TIMEOUT_S
+from kvxfer.bench.connectors.moves import STREAM_TIMEOUT_S
 from kvxfer.errors import TransferError
 
 PIECE_BYTES = 1 << 20
