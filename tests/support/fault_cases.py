@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ import decode.schedule
 import prefill.job
 from kvxfer.control import session
 from kvxfer.control.cache_messages import Shrink, Sleep, WakeUp
+from kvxfer.errors import KvxferError
 from kvxfer.worker import growth, residency
 from kvxfer.worker.admission import GRANTS_AHEAD
 
@@ -94,6 +96,7 @@ def run_case(service: Service, case: Case) -> dict[str, int]:
     victim = str(service[case.victim].pid_path)
     order = Order(case.state, victim, case.number, at=case.at)
     with ExitStack() as undo:
+        cache: CacheOrders | None = None
         if "ResidencyState" in case.state or "GrowthState" in case.state:
             cache = undo.enter_context(CacheOrders(service.addresses[case.owner]))
             _provoke_cache(service, case, cache, order)
@@ -102,6 +105,9 @@ def run_case(service: Service, case: Case) -> dict[str, int]:
             _provoke(service, case)
         until(lambda: _listen_until_fired(service, case), FIRE_TIMEOUT_S, f"{case}: reached")
         _follow_up(service, case)
+        if cache is not None and "stop" in case.fault:
+            with contextlib.suppress(KvxferError):  # after Sleep, which may be on its way still
+                cache.ask(WakeUp(), 2.0)
         found = service.collect()
     if "ResidencyState" in case.state:
         awake = wake(service.addresses[case.owner], RECOVERY_TIMEOUT_S)
@@ -112,7 +118,12 @@ def run_case(service: Service, case: Case) -> dict[str, int]:
 
 
 def _listen_until_fired(service: Service, case: Case) -> bool:
+    """Prompts that ended without it, as where a busy machine made peers seem silent, are followed
+    by others."""
     service.listen(0.001)
+    is_of_requests = case.state.startswith(("RequestState", "JobState"))
+    if is_of_requests and not service.has_fired(case.owner) and service.has_ended:
+        _provoke(service, case)
     return service.has_fired(case.owner)
 
 

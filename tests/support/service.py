@@ -256,6 +256,11 @@ class Service:
             if not asked.reason and asked.router == router:
                 asked.reason, asked.error = "lost", "its router died"
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether all that was asked for has an end."""
+        return all(one.reason for one in self.asked.values())
+
     def collect(self, timeout_s: float = END_TIMEOUT_S) -> list[Asked]:
         """All that were asked for, once each has ended as it may."""
         deadline = time.monotonic() + timeout_s
@@ -356,13 +361,13 @@ class Service:
             used = process.used()
             return all(used[name] <= allowed[name] for name in used)
 
-        with contextlib.suppress(AssertionError):
+        try:  # once is enough: whoever asks it how it is opens a socket there for the while
             until(is_flat, 3 * PEER_TIMEOUT_S, "")
-        if not is_flat():
+        except AssertionError:
             raise MoreHeld(
                 f"{self.name}: {process.role} leaks: {before} became {used}, {allowed} allowed;"
                 f" open: {process.open_files()}\n{self.tails()}"
-            )
+            ) from None
 
     def _num_memory_files(self, worker: str, regions: Mapping[str, int]) -> int:
         """A chunk of host memory is a file, open in its owner and in who maps it to pull."""
