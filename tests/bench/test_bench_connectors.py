@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import multiprocessing
+import statistics
 import threading
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -116,7 +117,12 @@ def test_a_pair_of_shapes_comes_to_runs_of_its_size(source, target, sizes, run_b
     ]
     plan = plan_transfer(*sides, range(batch * shapes.source.spec.block_size))
     assert plan.total_bytes == batch * shapes.block_bytes
-    assert set(plan.sizes.tolist()) == {run_bytes}
+    found = plan.sizes.tolist()
+    if source == target:
+        assert set(found) == {run_bytes}
+    # Elsewhere a layer's last run and the next one's first may be neighbours at both ends.
+    assert statistics.multimode(found) == [run_bytes]
+    assert all(size % run_bytes == 0 for size in found)
 
 
 def test_options_of_nixlbench_mean_the_same(capsys) -> None:

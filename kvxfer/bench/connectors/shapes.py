@@ -1,9 +1,10 @@
 """Caches whose blocks come to runs of a wanted size, between any two layouts. Pure.
 
-A run is what lies side by side at both ends: the axes that both layouts end in, behind B. Its
-extents are those of the model that other benches have (heads of 128 + 128 bf16 elements, blocks of
-16 tokens) as far as the size allows; what is left makes blocks longer, or heads wider where a run
-is no more than one token of one head.
+A run is what lies side by side at both ends: the axes that both layouts end in, behind B. (Between
+unequal layouts one layer's last and the next one's first may be neighbours at both, and are one.)
+Its extents are those of the model that other benches have (heads of 128 + 128 bf16 elements, blocks
+of 16 tokens) as far as the size allows; what is left makes blocks longer, or heads wider where a
+run is no more than one token of one head.
 """
 
 from __future__ import annotations
