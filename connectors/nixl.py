@@ -42,6 +42,7 @@ import numpy as np
 
 from connectors.nixl_api import descriptors, load_nixl, segment_of, translated
 from connectors.nixl_environment import (
+    backend,
     has_rdma,
     may_read,
     reads_from,
@@ -77,21 +78,22 @@ class _Transfer:
 
 
 class NixlAgent(Agent):
-    """A NIXL agent with the UCX backend, one registration a region."""
+    """A NIXL agent with one backend, UCX by default, and one registration a region."""
 
     def __init__(self, name: str, memory: MemoryWindow) -> None:
         self._segment = segment_of(memory.device)[0]
         self._name = name
         self._memory = memory
+        self._plugin = backend()
         progress_thread = wants_progress_thread()
         self._api = load_nixl()
         with translated("agent"):
             config = self._api.nixl_agent_config(
-                enable_prog_thread=progress_thread, backends=["UCX"]
+                enable_prog_thread=progress_thread, backends=[self._plugin]
             )
             self._agent = self._api.nixl_agent(name, config)
-        if "UCX" not in self._agent.backends:
-            raise ConnectorError("NIXL has no UCX plugin here")
+        if self._plugin not in self._agent.backends:
+            raise ConnectorError(f"NIXL has no {self._plugin} plugin that works here")
         self._own: set[Region] = set()
         self._reachable: RegionSet | None = None
         """`_own` in order, where it is known."""
@@ -119,7 +121,7 @@ class NixlAgent(Agent):
         with translated("get_partial_agent_metadata"):
             segment = self._agent.nixl_mems[self._segment]
             ranges = self._api.nixlBind.nixlRegDList(segment, self._ranges(regions))
-            blob: bytes = self._agent.get_partial_agent_metadata(ranges, True, ["UCX"])
+            blob: bytes = self._agent.get_partial_agent_metadata(ranges, True, [self._plugin])
         return blob
 
     def add_peer(self, remote: RemotePeer, metadata: bytes) -> None:

@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 PROGRESS_THREAD = "KVXFER_NIXL_PROGRESS_THREAD"
 """Environment variable: 1 or 0 overrides the rule of `progress_thread_setting`."""
 
+BACKEND = "KVXFER_NIXL_BACKEND"
+"""Environment variable: the NIXL plugin that moves KV, UCX by default. Others are there to be
+measured (`kvxfer bench connectors --backend`): all that is known here is known of UCX."""
+
 CORES_TO_SPARE = 8
 
 _TCP_ALONE = {"tcp", "self", "cuda_copy", "rocm_copy"}
@@ -118,6 +122,11 @@ def already_loaded(modules: Iterable[str], mapped_files: str) -> str:
     if found:
         return f"the module {min(found)}"
     return "UCX (libucp)" if "/libucp" in mapped_files else ""
+
+
+def backend() -> str:
+    """The NIXL plugin that this process's agents are to use."""
+    return os.environ.get(BACKEND, "") or "UCX"
 
 
 def wants_progress_thread() -> bool:

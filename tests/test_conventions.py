@@ -67,7 +67,7 @@ VENDOR_ROOMS = {
                  "kvxfer/serve/status.py", "kvxfer/bench/", "prefill/__main__.py",
                  "decode/__main__.py", "decode/loaded.py", "decode/null.py"),
     "matplotlib": ("kvxfer/bench/",),
-    "rich": ("kvxfer/demo/screen.py", "kvxfer/bench/transfer_screen.py",
+    "rich": ("kvxfer/demo/screen.py", "kvxfer/bench/connectors/screen.py",
              "kvxfer/bench/comparison.py", "kvxfer/doctor/screen.py",
              "kvxfer/serve/progress.py", "kvxfer/serve/status_screen.py"),
 }  # fmt: skip

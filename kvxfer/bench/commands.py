@@ -10,6 +10,7 @@ from kvxfer.bench.beside import BesideOptions
 from kvxfer.bench.buffer import BufferOptions
 from kvxfer.bench.buffer_plot import BufferPlotOptions
 from kvxfer.bench.compare import CompareOptions
+from kvxfer.bench.connectors.options import ConnectorsOptions
 from kvxfer.bench.control import ControlOptions
 from kvxfer.bench.growth import GrowthOptions
 from kvxfer.bench.identity import IdentityOptions
@@ -23,7 +24,6 @@ from kvxfer.bench.soak import SoakOptions
 from kvxfer.bench.stress import StressOptions
 from kvxfer.bench.tokens import TokensOptions
 from kvxfer.bench.transfer import TransferOptions
-from kvxfer.bench.transfer_sweep import SweepOptions
 
 bench = cyclopts.App(name="bench", help="Measure, with verified data.")
 
@@ -184,6 +184,21 @@ def serving_overhead(options: ServingOverheadOptions = ServingOverheadOptions())
 
 
 @bench.command
+def connectors(options: ConnectorsOptions = ConnectorsOptions()) -> int:  # noqa: B008
+    """Which connector moves KV best here, and how near it comes to what the machine can do.
+
+    Every connector, operation, block size and batch between two processes, with every byte
+    checked, next to the machine's own copy and a plain socket. Exit code 1 where something was not
+    measured as a whole; what was found is kept. nixlbench's option names are taken too.
+    Example: kvxfer bench connectors --start_block_size 4096 --max_block_size 1048576
+    --json connectors.json
+    """
+    from kvxfer.bench.connectors.run import run_connectors
+
+    return run_connectors(options)
+
+
+@bench.command
 def soak(options: SoakOptions = SoakOptions()) -> int:  # noqa: B008
     """Many hand-overs while both caches grow, shrink and sleep: what was wrong, lost or leaked.
 
@@ -219,12 +234,8 @@ def readme(options: ReadmeOptions = ReadmeOptions()) -> int:  # noqa: B008
     return run_readme(options)
 
 
-transfer = cyclopts.App(name="transfer")
-bench.command(transfer)
-
-
-@transfer.default
-def transfer_case(case: str, options: TransferOptions = TransferOptions()) -> int:  # noqa: B008
+@bench.command
+def transfer(case: str, options: TransferOptions = TransferOptions()) -> int:  # noqa: B008
     """How fast KV moves between two processes, as a share of what the machine can do.
 
     CASE is one of peer-nvlink, peer-layouts, peer-vs-nixl, peer-one-gpu, nixl-growable, peer-host,
@@ -235,14 +246,3 @@ def transfer_case(case: str, options: TransferOptions = TransferOptions()) -> in
     from kvxfer.bench.transfer import run_transfer
 
     return run_transfer(case, options)
-
-
-@transfer.command
-def sweep(options: SweepOptions = SweepOptions()) -> int:  # noqa: B008
-    """Every connector, direction and size of run between two processes, as a table.
-
-    Example: kvxfer bench transfer sweep --connectors nixl,peer --plot sweep.svg
-    """
-    from kvxfer.bench.transfer_sweep import run_sweep
-
-    return run_sweep(options)

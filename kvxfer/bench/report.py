@@ -14,7 +14,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-PACKAGES = ("torch", "nixl", "cuda-bindings", "transformers", "pyzmq")
+PACKAGES = (
+    "torch",
+    "nixl",
+    "cuda-bindings",
+    "transformers",
+    "pyzmq",
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-non-cuda",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +61,7 @@ def write_figures(path: Path, figures: Sequence[Figure], command: str, machine: 
     """One JSON list: each figure with what it was measured on, of which commit, and how."""
     context = {
         "machine": machine,
-        "versions": _versions(),
+        "versions": versions(),
         "commit": measured_commit(),
         "command": command,
     }
@@ -71,7 +79,8 @@ def describe_machine(device: str) -> str:
     return f"{torch.cuda.get_device_name(device)}, {cpus}"
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of Python, and of those of `PACKAGES` that are installed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -40,8 +40,19 @@ def start_process(
 ) -> Process:
     from kvxfer.bench.transfer_serve import serve_process
 
+    return spawn_end(serve_process, theirs, role, device, environment)
+
+
+def spawn_end(
+    main: Callable[[Connection, str, str, Mapping[str, str]], None],
+    theirs: Connection,
+    role: str,
+    device: str,
+    environment: Mapping[str, str],
+) -> Process:
+    """A process that runs `main` with `theirs`, its end of a pipe, which is closed here."""
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=serve_process, args=(theirs, role, device, environment))
+    process = context.Process(target=main, args=(theirs, role, device, environment))
     # Ctrl-C is ours to handle, from the process's first moment on: it inherits the mask, which
     # the start of multiprocessing's own helper would lift.
     resource_tracker.ensure_running()

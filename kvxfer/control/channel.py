@@ -11,7 +11,9 @@ Unix sockets: see `kvxfer.control.addresses`.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 
@@ -52,6 +54,19 @@ class Letter:
     message: Message
 
 
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Messages as bytes, and what a frame of bytes holds. Both raise WireError. Who gives a channel
+    another one than `WORKERS` sends and gets messages of its own kind."""
+
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes], list[Any]]
+
+
+WORKERS = Codec(encode, decode_frame)
+"""What workers and routers say: `control.messages`."""
+
+
 def check_dial(field: str, address: str, keys: Keys | None) -> tuple[str, bytes]:
     """`address` without the name of a key, and the key that belongs there, b'' without `keys`.
 
@@ -78,11 +93,18 @@ class Channel:
     of our key, as those we dial do in that of theirs.
     """
 
-    def __init__(self, identity: str, listen: str | None = None, keys: Keys | None = None) -> None:
+    def __init__(
+        self,
+        identity: str,
+        listen: str | None = None,
+        keys: Keys | None = None,
+        codec: Codec = WORKERS,
+    ) -> None:
         if listen is not None:
             check_address("listen", listen, has_keys=keys is not None, binds=True)
             check_free("listen", listen)
         self._keys = keys
+        self._codec = codec
         self._context = zmq.Context()
         self._identity = identity.encode()
         self._poller = zmq.Poller()
@@ -177,6 +199,10 @@ class Channel:
         """Let `poll` return early when `fd` becomes readable; its owner reads it."""
         self._poller.register(fd, zmq.POLLIN)
 
+    def unwatch(self, fd: int) -> None:
+        """Before `fd` is closed."""
+        self._poller.unregister(fd)
+
     def fds(self) -> list[int]:
         """File descriptors that become readable when something may have arrived, for an event loop.
 
@@ -199,7 +225,7 @@ class Channel:
         server = self._server_keys.get(peer)
         if server is not None and self._keys is not None and not self._keys.allows(server):
             raise ControlError(f"the key of {peer} was revoked")
-        data = encode(message)
+        data = self._codec.encode(message)
         socket, route = self._way_to(peer)
         is_alone = not self._gathers or isinstance(message, ALONE)
         try:
@@ -269,7 +295,7 @@ class Channel:
             try:
                 if len(body) != 1:
                     raise WireError(f"{len(body)} frames where 1 belongs")
-                found = decode_frame(body[0])
+                found = self._codec.decode(body[0])
             except WireError as error:
                 self.num_malformed += 1
                 if self.num_malformed & (self.num_malformed - 1) == 0:  # 1st, 2nd, 4th, 8th, ...

@@ -1,7 +1,8 @@
 """`kvxfer bench transfer`: what it measures with, and that a wrong byte fails it.
 
 Most tests run the two ends as threads of this process, over the loopback connector: to start two
-processes and import torch in each costs seconds. One has real processes.
+processes and import torch in each costs seconds. One has real processes, as one of
+test_bench_connectors.py has, which is run by default.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ from kvxfer.bench.transfer_shapes import (
     random_places,
     shape_of,
 )
-from kvxfer.bench.transfer_sweep import Row, SweepOptions, draw, run_sweep
 from kvxfer.bench.transfer_words import Burst, Grown
 from kvxfer.cache.kv_cache import KVCache
 from kvxfer.cache.layout import CacheGeometry, GroupGeometry, KVCacheLayout
@@ -270,30 +270,7 @@ def test_all_goes_on_after_a_case_that_failed(monkeypatch, capsys, tmp_path: Pat
     assert printed.count("failed: ") == 2
 
 
-def test_a_sweep_has_a_row_for_each_lane(threads, tmp_path: Path, capsys) -> None:
-    path = tmp_path / "sweep.json"
-    options = SweepOptions(
-        devices="cpu,cpu", connectors="loopback", sizes=(64, 256), runs=1, warm_up=0, mib=2,
-        json=path,
-    )  # fmt: skip
-    assert run_sweep(options) == 0
-    printed = capsys.readouterr().out
-    for text in ("loopback push", "loopback pull", "64KiB", "256KiB", " %"):
-        assert text in printed
-    assert len(kept(path)) == 2 * 2 * 4
-
-
-def test_a_sweep_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is optional: kvxfer[bench]")
-    rows = [Row("peer pull", {64: 300.0, 1024: 370.0}, {64: 0.8, 1024: 0.95})]
-    path = tmp_path / "sweep.svg"
-    draw(rows, "a machine", path)
-    first = path.read_bytes()
-    assert b"<svg" in first
-    draw(rows, "a machine", path)
-    assert path.read_bytes() == first, "the same figures give the same picture"
-
-
+@pytest.mark.slow
 def test_real_processes_move_bytes_and_leave_nothing_behind(leaves_nothing_behind) -> None:
     setup = setup_of([shape_of(64), Shape(shape_of(2048).spec, KVCacheLayout.LHBNC)], 4 << 20)
     works = [work_of("equal", setup, 4 << 20, (0, 0)), work_of("mixed", setup, 4 << 20, (1, 0))]
@@ -319,10 +296,6 @@ def test_real_processes_move_bytes_and_leave_nothing_behind(leaves_nothing_behin
         (["growth-overlap"], "--growth-gib", "0"),
         (["all"], "--json", "x.json"),
         (["peer-host"], "--json-dir", "/nonexistent/place"),
-        (["sweep"], "--sizes", "5"),
-        (["sweep"], "--connectors", "none_such"),
-        (["sweep"], "--runs", "0"),
-        (["sweep"], "--plot", "x.txt"),
     ],
 )
 def test_bad_options_are_refused(command: list[str], option: str, value: str, capsys) -> None:
