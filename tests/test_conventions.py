@@ -66,7 +66,8 @@ VENDOR_ROOMS = {
                  "kvxfer/serve/status.py", "kvxfer/bench/", "prefill/__main__.py",
                  "decode/__main__.py", "decode/loaded.py", "decode/null.py"),
     "matplotlib": ("kvxfer/bench/",),
-    "rich": ("kvxfer/demo/screen.py", "kvxfer/bench/transfer_screen.py", "kvxfer/doctor/screen.py",
+    "rich": ("kvxfer/demo/screen.py", "kvxfer/bench/transfer_screen.py",
+             "kvxfer/bench/growth_screen.py", "kvxfer/doctor/screen.py",
              "kvxfer/serve/progress.py", "kvxfer/serve/status_screen.py"),
 }  # fmt: skip
 
