@@ -63,7 +63,8 @@ class Case:
         return FIRST_BLOCK + sets * self.transfer_blocks
 
     def capacity_blocks(self, role: str) -> int:
-        return self.base_blocks(role) + self.num_blocks * (role == self.owner)
+        """Both ends grow, one at a time."""
+        return self.base_blocks(role) + self.num_blocks
 
 
 def cases_of(
@@ -113,7 +114,7 @@ def _check_size(case: Case, layout: KVCacheLayout, drivers: Mapping[str, VmmDriv
         driver = drivers[device]
         geometry = CacheGeometry.build([SPEC], [layout], [most], driver.granularity)
         small, large = geometry.committed_bytes([base]), geometry.committed_bytes([most])
-        if role == case.owner and small == large:
+        if small == large:
             step = geometry.groups[0].num_segments * driver.granularity // MIB
             reason = f"adds nothing to what granules of {device} back anyway: at least {step}"
             raise UsageError("sizes", case.size_mib, reason)

@@ -12,6 +12,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+import torch
+
 from kvxfer.bench.growth_cases import FIRST_BLOCK, KEPT_BLOCK, RING, SPEC
 from kvxfer.bench.growth_mover import Mover
 from kvxfer.bench.growth_owner import KEPT_SEED, Owner
@@ -35,6 +37,7 @@ class GrowthStart(NullStart):
     def load(self, dtype: str | None) -> tuple[KVCacheSpec, ...]:
         self.model = self.runner = SilentModel()  # type: ignore[assignment]
         self.weights = 0
+        torch.set_num_threads(self.options.threads)  # what a model would do
         return (SPEC,)
 
 

@@ -54,6 +54,11 @@ class InFlight:
         return _p95(during) / _p95(others)
 
 
+WHO = ("the far end", "the mover")
+"""Of transfers in flight: the end that the growth is measured of, whose memory they are of, and the
+end that starts them, whose transfer thread grows its cache too."""
+
+
 @dataclass(eq=False)
 class Found:
     """Of one lane and size; rounds that warmed up are in the counts, not in the lists."""
@@ -63,12 +68,15 @@ class Found:
     grows: list[Steps] = field(default_factory=list)
     grows_beside: list[Steps] = field(default_factory=list)
     """While transfers are in flight."""
-    in_flight: list[InFlight] = field(default_factory=list)
+    beside: dict[str, list[InFlight]] = field(default_factory=lambda: {who: [] for who in WHO})
+    """Those transfers, by who grows."""
     shrinks: list[Steps] = field(default_factory=list)
     sleeps: list[Steps] = field(default_factory=list)
     wakes: list[Steps] = field(default_factory=list)
-    added_bytes: int = 0
+    grown_bytes: int = 0
     """By a growth: what was asked for, and what whole granules make of it."""
+    woken_bytes: int = 0
+    """By a wake-up: that, and what was there before."""
     num_rounds: int = 0
     num_wakes: int = 0
     num_verified: int = 0
@@ -118,36 +126,39 @@ def _growth(found: Found, options: GrowthOptions) -> Iterator[Figure]:
     verified = [total(steps, GROW_STEPS) for steps in found.grows]
     bar = options.first_byte_bar_ms
     yield Figure.of(f"{name}: until the first verified transfer", verified, "ms", "lower", bar)
-    rate = [found.added_bytes / ms / 1e6 for ms in usable]
+    rate = [found.grown_bytes / ms / 1e6 for ms in usable]
     yield Figure.of(f"{name}: rate until usable", rate, "GB/s", "higher")
-    rate = [found.added_bytes / steps["extend"] / 1e6 for steps in found.grows]
+    rate = [found.grown_bytes / steps["extend"] / 1e6 for steps in found.grows]
     yield Figure.of(f"{name}: rate of extend", rate, "GB/s", "higher")
 
 
 def _beside(found: Found, options: GrowthOptions) -> Iterator[Figure]:
-    if not found.in_flight:
+    for who, every in found.beside.items():
+        if not every:
+            continue
+        name = f"{found.name}: transfers in flight, {who} grows"
+        during = [rate for one in every for rate in one.during]
+        others = [rate for one in every for rate in one.others]
+        yield Figure.of(f"{name}: rate before and after", others, "GB/s", "higher")
+        if during:
+            yield Figure.of(f"{name}: rate during", during, "GB/s", "higher")
+            ratios = [one.ratio for one in every if one.during]
+            yield Figure.of(f"{name}: rate during to before and after", ratios, "×", "higher")
+            yield _p95_figure(f"{name}: p95 of time during to before and after", every, options)
+    if not found.grows_beside:
         return
-    name = f"{found.name}: transfers in flight"
-    during = [rate for one in found.in_flight for rate in one.during]
-    others = [rate for one in found.in_flight for rate in one.others]
-    yield Figure.of(f"{name}: rate without a growth", others, "GB/s", "higher")
-    if during:
-        yield Figure.of(f"{name}: rate during a growth", during, "GB/s", "higher")
-        ratios = [one.ratio for one in found.in_flight if one.during]
-        yield Figure.of(f"{name}: rate during a growth to without", ratios, "×", "higher")
-        yield _p95_figure(f"{name}: p95 of time during a growth to without", found, options)
+    name = f"{found.name}: growth beside transfers"
     usable = [total(steps, USABLE) for steps in found.grows_beside]
-    yield Figure.of(f"{found.name}: growth beside transfers: until usable", usable, "ms", "lower")
+    yield Figure.of(f"{name}: until usable", usable, "ms", "lower")
     verified = [total(steps, GROW_STEPS) for steps in found.grows_beside]
-    metric = f"{found.name}: growth beside transfers: until the first verified transfer"
-    yield Figure.of(metric, verified, "ms", "lower")
+    yield Figure.of(f"{name}: until the first verified transfer", verified, "ms", "lower")
 
 
-def _p95_figure(metric: str, found: Found, options: GrowthOptions) -> Figure:
+def _p95_figure(metric: str, every: Sequence[InFlight], options: GrowthOptions) -> Figure:
     """Of all growths' transfers together; the spread is that of the growths' own ratios."""
-    each = [one for one in found.in_flight if one.during]
-    during = tuple(rate for one in found.in_flight for rate in one.during)
-    others = tuple(rate for one in found.in_flight for rate in one.others)
+    each = [one for one in every if one.during]
+    during = tuple(rate for one in every for rate in one.during)
+    others = tuple(rate for one in every for rate in one.others)
     own = Figure.of("", [one.p95_ratio for one in each], "×", "lower")
     value, bar = InFlight(during, others).p95_ratio, options.in_flight_bar
     return Figure(metric, value, "×", bar, "lower", own.runs, own.spread_iqr)
@@ -171,6 +182,8 @@ def _residency(found: Found) -> Iterator[Figure]:
         yield from _each(name, found.wakes, GROW_STEPS)
         usable = [total(steps, USABLE) for steps in found.wakes]
         yield Figure.of(f"{name}: until usable", usable, "ms", "lower")
+        rate = [found.woken_bytes / ms / 1e6 for ms in usable]
+        yield Figure.of(f"{name}: rate until usable", rate, "GB/s", "higher")
         verified = [total(steps, GROW_STEPS) for steps in found.wakes]
         yield Figure.of(f"{name}: until the first verified transfer", verified, "ms", "lower")
 

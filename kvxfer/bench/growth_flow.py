@@ -3,6 +3,7 @@ written again."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ Ended = Callable[[Movement], None]
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Of one flow: spans in seconds of CLOCK_MONOTONIC, from `submit` to complete."""
+    """Of one flow: spans in seconds of CLOCK_MONOTONIC, from the moment that the control thread
+    wants a transfer, which the transfer thread may have no time for yet, until it is complete."""
 
     spans: tuple[tuple[float, float], ...]
     num_bytes: int
@@ -75,17 +77,17 @@ class Flow:
     def _pump(self) -> None:
         if self._is_on and not self._is_flying and self._free:
             self._is_flying = True
-            index = self._free.popleft()
-            self._move(index, lambda movement: self._ended(index, movement))
+            index, begin_s = self._free.popleft(), time.monotonic()
+            self._move(index, lambda movement: self._ended(index, begin_s, movement))
 
-    def _ended(self, index: int, movement: Movement) -> None:
+    def _ended(self, index: int, begin_s: float, movement: Movement) -> None:
         self._is_flying = False
         if movement.error is not None:
             self._is_on = False
             self._free.append(index)
             self._failed(movement.error)
             return
-        self._spans.append((movement.start_ns / 1e9, movement.end_ns / 1e9))
+        self._spans.append((begin_s, movement.end_ns / 1e9))
         self._num_bytes = movement.num_bytes
         self._check(index)
         self._pump()

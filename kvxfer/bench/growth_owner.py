@@ -39,7 +39,8 @@ class Owner:
         self.verbs: dict[str, Callable[..., None]] = {verb.__name__: verb for verb in verbs}
 
     def grow(self, num_blocks: int, seed: int) -> None:
-        """Answered with Grown, when the last new block has been moved and compared."""
+        """Answered with Grown, when the last new block has been moved and compared; with `seed` 0
+        none is: the answer comes when it may be."""
         growth = self._end.parts.growth
         self._expect(seed)
         self._wanted = num_blocks
@@ -97,6 +98,9 @@ class Owner:
     def _usable(self) -> None:
         """Have the last block moved: from here if it is pulled, to here if it is pushed."""
         self._moments["usable"] = time.monotonic()
+        if not self._seed:
+            self._moments["written"] = self._moments["verified"] = self._moments["usable"]
+            return
         engine = self._end.parts.engine
         self._probe, views = engine.pools.num_blocks[0] - 1, engine.cache.views[0]
 

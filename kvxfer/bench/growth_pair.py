@@ -31,8 +31,8 @@ class GrowthPair:
         self._undo = ExitStack()
         self._launcher: LocalLauncher
         self._told: dict[str, Connection] = {}
-        self.base_blocks = 0
-        """Usable by the owner before any growth."""
+        self.base_blocks: dict[str, int] = {}
+        """Usable by each before any growth."""
 
     def __enter__(self) -> GrowthPair:
         with ExitStack() as undo:
@@ -52,8 +52,7 @@ class GrowthPair:
             self._launcher.wait_for(
                 lambda: self._admit(door), START_TIMEOUT_S, "the start of the workers"
             )
-            usable = self.both("meet")
-            self.base_blocks = usable[self._case.owner]
+            self.base_blocks = self.both("meet")
             self.both("prepare")
             self._undo = undo.pop_all()
         return self

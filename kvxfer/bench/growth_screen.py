@@ -23,8 +23,10 @@ from kvxfer.bench.growth_figures import PARTS, Found, Steps, median_steps, total
 from kvxfer.bench.growth_steps import GROW_STEPS, USABLE
 from kvxfer.bench.report import Figure
 
-WIDTH = 60
+WIDTH = 50
 """Columns of the longest bar."""
+NAME_WIDTH, COLUMN_WIDTH = 22, 18
+"""Of a table's columns, with what is between them."""
 COLOURS = ("blue", "green", "cyan", "yellow", "magenta", "red", "white", "bright_blue", "grey50")
 
 
@@ -74,13 +76,16 @@ class GrowthScreen:
         self._console.print(escape(text), soft_wrap=True)
 
     def show(self, every: Sequence[Found]) -> None:
-        """Tables of medians with the distance between quartiles, and bars."""
+        """Tables, as many beside each other as fit, and bars."""
         for what, names, where in PARTS:
             rows = [(found, getattr(found, where)) for found in every if getattr(found, where)]
+            columns = max(1, (self._console.width - NAME_WIDTH) // COLUMN_WIDTH)
+            for start in range(0, len(rows), columns):
+                part = rows[start : start + columns]
+                self._console.print(_table(f"{what}: {self._title}", names, part))
             if rows:
-                self._console.print(_table(f"{what}, ms: {self._title}", names, rows))
                 self._bars(what, names, rows)
-        if beside := [found for found in every if found.in_flight]:
+        if beside := [found for found in every if any(found.beside.values())]:
             self._console.print(_in_flight(beside))
 
     def _bars(
@@ -121,36 +126,46 @@ def bar(steps: Steps, names: Sequence[str], longest: float) -> list[tuple[str, s
 
 
 def _table(title: str, names: Sequence[str], rows: Sequence[tuple[Found, list[Steps]]]) -> Table:
-    table = Table(title=escape(f"{title} (median ± IQR)"))
-    table.add_column("lane, size", no_wrap=True)
-    is_up = names == GROW_STEPS
-    for heading in (*names, *(("usable", "verified", "GB/s") if is_up else ("all",))):
-        table.add_column(heading, justify="right")
-    for found, every in rows:
-        cells = [_cell([steps[name] for steps in every]) for name in names]
-        if is_up:
-            usable = [total(steps, USABLE) for steps in every]
-            cells.append(_cell(usable))
-        cells.append(_cell([total(steps, names) for steps in every]))
-        if is_up:
-            cells.append(f"{found.added_bytes / statistics.median(usable) / 1e6:.3g}")
-        table.add_row(escape(found.name), *cells)
+    """A column for each lane and size."""
+    table = Table(title=escape(title))
+    table.add_column("ms, median ± IQR", no_wrap=True)
+    for found, _ in rows:
+        table.add_column(escape(f"{found.lane}\n{found.size_mib} MiB"), justify="right")
+    for name in names:
+        table.add_row(name, *(_cell([steps[name] for steps in every]) for _, every in rows))
+    table.add_section()
+    if names != GROW_STEPS:
+        table.add_row("all", *(_cell(_totals(every, names)) for _, every in rows))
+        return table
+    table.add_row("until usable", *(_cell(_totals(every, USABLE)) for _, every in rows))
+    table.add_row("until verified", *(_cell(_totals(every, names)) for _, every in rows))
+    table.add_row("GB/s until usable", *(_rate(*row) for row in rows))
     return table
+
+
+def _totals(every: Sequence[Steps], names: Sequence[str]) -> list[float]:
+    return [total(steps, names) for steps in every]
+
+
+def _rate(found: Found, every: Sequence[Steps]) -> str:
+    size = found.woken_bytes if every is found.wakes else found.grown_bytes
+    return f"{size / statistics.median(_totals(every, USABLE)) / 1e6:.3g}"
 
 
 def _cell(samples: Sequence[float]) -> str:
     figure = Figure.of("", samples, "", "lower")
-    return f"{figure.value:.3g}\n±{figure.spread_iqr:.2g}"
+    return f"{figure.value:.3g} ±{figure.spread_iqr:.2g}"
 
 
 def _in_flight(rows: Sequence[Found]) -> Table:
-    table = Table(title="verified transfers in flight, GB/s (median ± IQR)")
-    for heading in ("lane, size", "without a growth", "during one", "ratio", "compared in all"):
-        table.add_column(heading, justify="left" if heading == "lane, size" else "right")
+    table = Table(title="verified transfers in flight, GB/s, median ± IQR")
+    for heading in ("lane, size", "who grows", "before, after", "during", "ratio"):
+        table.add_column(heading, justify="right" if heading in ("during", "ratio") else "left")
     for found in rows:
-        during = [rate for one in found.in_flight for rate in one.during]
-        others = [rate for one in found.in_flight for rate in one.others]
-        ratios = [one.ratio for one in found.in_flight if one.during]
-        cells = [_cell(others), _cell(during) if during else "–", _cell(ratios) if ratios else "–"]
-        table.add_row(escape(found.name), *cells, str(found.num_verified))
+        for who, every in found.beside.items():
+            during = [rate for one in every for rate in one.during]
+            others = [rate for one in every for rate in one.others]
+            ratios = [one.ratio for one in every if one.during]
+            cells = [_cell(samples) if samples else "–" for samples in (others, during, ratios)]
+            table.add_row(escape(found.name), who, *cells)
     return table
