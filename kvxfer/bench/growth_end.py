@@ -56,6 +56,7 @@ class GrowthEnd:
         num_sets = 1 if self.is_source else RING
         sets = range(FIRST_BLOCK, FIRST_BLOCK + num_sets * transfer_blocks, transfer_blocks)
         self.sets = [list(range(first, first + transfer_blocks)) for first in sets]
+        parts.peers.on_lost = lambda peer, reason: self.fail(f"{peer.name} is lost: {reason}")
         self.laps = Laps()
         self.laps.listen(parts.engine.cache, "extend", "shrink", "sleep")
         calls = ("register", "describe", "connect", "renew", "revoke", "deregister")

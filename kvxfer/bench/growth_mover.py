@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvxfer.bench.growth_cases import FIRST_BLOCK, PROBE_BLOCK, RING, SPEC
+from kvxfer.bench.growth_cases import FIRST_BLOCK, PROBE_BLOCK, RING
 from kvxfer.bench.growth_flow import Ended, Flow
 from kvxfer.bench.growth_owner import PROBE, WRONG
 from kvxfer.bench.transfer_fill import clear, fill
@@ -94,8 +94,7 @@ class Mover:
         self._say("" if is_right else WRONG)
 
     def _say(self, error: str) -> None:
-        lane, elapsed_ns = str(self._end.peer.lane), 0
-        self._end.tell(LanePushed(PROBE, lane, SPEC.block_size, elapsed_ns, error))
+        self._end.tell(LanePushed(PROBE, str(self._end.peer.lane), 0, 0, error))
 
     def _move_set(self, index: int, ended: Ended) -> None:
         count = self._end.transfer_blocks
@@ -114,6 +113,6 @@ class Mover:
         parts, peer = self._end.parts, self._end.peer
         assert peer.lane is not None, "a peer that is ready has one"
         pulls = peer.lane.direction is Direction.PULL
-        tokens = len(near) * SPEC.block_size
+        tokens = len(near) * parts.engine.specs[0].block_size
         moves = trial_moves(parts, near, peer, far, tokens, from_peer=pulls)
         parts.transfer.move_ranks(peer.key, peer.lane, moves, ended)

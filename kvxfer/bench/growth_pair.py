@@ -18,6 +18,8 @@ from kvxfer.launch.local import LocalLauncher, WorkerProcess
 
 START_TIMEOUT_S = 200.0
 ANSWER_TIMEOUT_S = 120.0
+PEER_TIMEOUT_S = 30.0
+"""Of silence: what is measured is no liveness, and the machine may be busy."""
 LOOK_S = 0.2
 """Between looks whether the workers live, while one is to answer."""
 MODULE = "kvxfer.bench.growth_worker"
@@ -121,6 +123,7 @@ class GrowthPair:
             *("--connector", case.lane.connector),
             *("--lane", str(case.lane.direction)),
             "--no-lane-test",
+            *("--peer-timeout-s", str(PEER_TIMEOUT_S)),
         ]
         return self._launcher.start(role, MODULE, told)
 
