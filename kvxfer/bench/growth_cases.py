@@ -108,19 +108,21 @@ def _check_size(case: Case, layout: KVCacheLayout, drivers: Mapping[str, VmmDriv
     if case.num_blocks < 1:
         least = f"is less than a block of {SPEC.block_bytes // MIB} MiB"
         raise UsageError("sizes", case.size_mib, least)
-    needed = dict.fromkeys(drivers, 0)
+    base, added = dict.fromkeys(drivers, 0), dict.fromkeys(drivers, 0)
     for role, device in case.devices.items():
-        base, most = case.base_blocks(role), case.capacity_blocks(role)
-        driver = drivers[device]
+        most, driver = case.capacity_blocks(role), drivers[device]
         geometry = CacheGeometry.build([SPEC], [layout], [most], driver.granularity)
-        small, large = geometry.committed_bytes([base]), geometry.committed_bytes([most])
-        if small == large:
+        small = geometry.committed_bytes([case.base_blocks(role)])
+        more = geometry.committed_bytes([most]) - small
+        if not more:
             step = geometry.groups[0].num_segments * driver.granularity // MIB
             reason = f"adds nothing to what granules of {device} back anyway: at least {step}"
             raise UsageError("sizes", case.size_mib, reason)
-        needed[device] += large
-    for device, size in needed.items():
-        free = int(drivers[device].memory_info().free_bytes * USABLE_SHARE)
+        base[device] += small
+        added[device] = max(added[device], more)  # one grows at a time
+    for device, driver in drivers.items():
+        size = base[device] + added[device]
+        free = int(driver.memory_info().free_bytes * USABLE_SHARE)
         if size > free:
             reason = f"needs {size // MIB} MiB of {device}, of which {free // MIB} can be had"
             raise UsageError("sizes", case.size_mib, reason)

@@ -30,7 +30,7 @@ def draw(every: Sequence[Found], machine: str, path: Path) -> None:
     )
 
     matplotlib.rcParams["svg.hashsalt"] = "kvxfer"
-    height = 1.2 + 0.3 * len(every)
+    height = 2.0 + 0.2 * len(every)
     picture = Picture(figsize=(10, height * len(PARTS)), layout="constrained")
     for axes, (what, names, where) in zip(picture.subplots(len(PARTS)), PARTS, strict=True):
         rows = [(found.name, getattr(found, where)) for found in every if getattr(found, where)]
@@ -50,4 +50,4 @@ def _stack(axes: Any, rows: Sequence[tuple[str, dict[str, float]]], names: Seque
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.grid(alpha=0.3, axis="x")
-    axes.legend(fontsize="small", ncols=len(names) // 3 or 1)
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))

@@ -33,6 +33,9 @@ def measure(pair: GrowthPair, case: Case, options: GrowthOptions, found: Found) 
 
 
 class Rounds:
+    """What is asked of the two workers. Each ends with the caches as it found them, but for the
+    chunks that a wake-up makes."""
+
     def __init__(self, pair: GrowthPair, case: Case, options: GrowthOptions, found: Found) -> None:
         self._pair = pair
         self._case = case

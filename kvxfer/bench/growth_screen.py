@@ -91,7 +91,7 @@ class GrowthScreen:
     def _bars(
         self, what: str, names: Sequence[str], rows: Sequence[tuple[Found, list[Steps]]]
     ) -> None:
-        """One bar for each row, all to the scale of the longest."""
+        """One bar of medians for each row, all to the scale of the longest, and the whole's."""
         medians = [median_steps(steps, names) for _, steps in rows]
         longest = max(total(one, names) for one in medians)
         legend = Text(f"{what}: ")
@@ -99,11 +99,11 @@ class GrowthScreen:
             legend.append(f"{mark(name)} {name}  ", style=colour)
         self._console.print(legend)
         label = max(len(found.name) for found, _ in rows)
-        for (found, _), steps in zip(rows, medians, strict=True):
+        for (found, every), steps in zip(rows, medians, strict=True):
             text = Text(f"{found.name:<{label}} ")
             for name, colour, columns in bar(steps, names, longest):
                 text.append(mark(name) * columns, style=colour)
-            text.append(f" {total(steps, names):.3g} ms")
+            text.append(f" {statistics.median(_totals(every, names)):.3g} ms")
             self._console.print(text, soft_wrap=True)
 
 
