@@ -13,13 +13,14 @@ from types import TracebackType
 from typing import Any
 
 from kvxfer.bench.growth_cases import ROLES, SPEC, Case
-from kvxfer.errors import DeadlineExceeded, TransferError, WorkerDied
+from kvxfer.errors import DeadlineExceeded, KvxferError, TransferError, WorkerDied
 from kvxfer.launch.local import LocalLauncher, WorkerProcess
 
 START_TIMEOUT_S = 200.0
 ANSWER_TIMEOUT_S = 120.0
 PEER_TIMEOUT_S = 30.0
 """Of silence: what is measured is no liveness, and the machine may be busy."""
+LAST_WORDS_S = 10.0
 LOOK_S = 0.2
 """Between looks whether the workers live, while one is to answer."""
 MODULE = "kvxfer.bench.growth_worker"
@@ -98,10 +99,14 @@ class GrowthPair:
             raise TransferError(f"the {role}: {value}")
         return value
 
-    def _died(self, role: str) -> WorkerDied:
-        """Whichever ended first, as far as that can be told."""
-        endings = self._launcher.endings(LOOK_S)
-        return endings[0] if endings else WorkerDied(f"the {role} hung up")
+    def _died(self, role: str) -> KvxferError:
+        """Why `role`, which hung up, has ended: a process that is killed lets go of a socket first,
+        and then, which can take a while, of its memory."""
+        try:
+            self._launcher.wait_for(lambda: False, LAST_WORDS_S, f"the end of the {role}")
+        except (WorkerDied, DeadlineExceeded) as error:
+            return error
+        raise AssertionError("it waits for what never comes")
 
     def _start(self, role: str, bench: Path, prefill: str) -> WorkerProcess:
         case = self._case
