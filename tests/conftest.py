@@ -16,7 +16,10 @@ from support.fork_server import ForkServer
 from support.forked import name_of
 
 ROOT = Path(__file__).parent.parent
-WORKER_MODULES = ("prefill", "decode", "kvxfer.worker.single", "kvxfer.worker.rank_process")
+WORKER_MODULES = (
+    *("prefill", "decode", "kvxfer.worker.single", "kvxfer.worker.rank_process"),
+    "kvxfer.bench.growth_worker",
+)
 FORKED = {name_of(module) for module in WORKER_MODULES}
 RUN_MARK = f"KVXFER_TEST_RUN={os.getpid()}"
 """In the environment of everything that this run starts."""

@@ -68,7 +68,8 @@ VENDOR_ROOMS = {
                  "decode/__main__.py", "decode/loaded.py", "decode/null.py"),
     "matplotlib": ("kvxfer/bench/",),
     "rich": ("kvxfer/demo/screen.py", "kvxfer/bench/connectors/screen.py",
-             "kvxfer/bench/comparison.py", "kvxfer/doctor/screen.py",
+             "kvxfer/bench/comparison.py", "kvxfer/bench/growth_screen.py",
+             "kvxfer/doctor/screen.py",
              "kvxfer/serve/progress.py", "kvxfer/serve/status_screen.py"),
 }  # fmt: skip
 

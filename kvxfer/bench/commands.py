@@ -30,9 +30,11 @@ bench = cyclopts.App(name="bench", help="Measure, with verified data.")
 
 @bench.command
 def growth(options: GrowthOptions = GrowthOptions()) -> int:  # noqa: B008
-    """How long until memory that a cache was just extended by is of use to a peer.
+    """What growing, shrinking and sleeping cost a worker and its peer, step by step.
 
-    Example, on a GPU: kvxfer bench growth --gib 64 --json growth.json
+    By lane and size, and what it does to transfers in flight. Every byte is compared. Exit code 1
+    where a bar is missed, a byte is wrong, or a worker dies.
+    Example: kvxfer bench growth --connectors nixl,peer --sizes 64 256 --json growth.json
     """
     from kvxfer.bench.growth import run_growth
 
@@ -238,9 +240,9 @@ def readme(options: ReadmeOptions = ReadmeOptions()) -> int:  # noqa: B008
 def transfer(case: str, options: TransferOptions = TransferOptions()) -> int:  # noqa: B008
     """How fast KV moves between two processes, as a share of what the machine can do.
 
-    CASE is one of peer-nvlink, peer-layouts, peer-vs-nixl, peer-one-gpu, nixl-growable, peer-host,
-    nixl-overhead and growth-overlap, or all. Every byte is checked. Exit code 1 where a bar is
-    missed or a byte is wrong.
+    CASE is one of peer-nvlink, peer-layouts, peer-vs-nixl, peer-one-gpu, nixl-growable, peer-host
+    and nixl-overhead, or all. Every byte is checked. Exit code 1 where a bar is missed or a byte is
+    wrong.
     Example, on two GPUs: kvxfer bench transfer all --json-dir tests/bench/results
     """
     from kvxfer.bench.transfer import run_transfer

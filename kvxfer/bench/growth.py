@@ -1,34 +1,31 @@
-"""`kvxfer bench growth`: how long until memory that was just committed is of use to a peer.
+"""`kvxfer bench growth`: what growing, shrinking and sleeping cost a worker and its peer, by step.
 
-Two processes. The owner extends its cache, fills one block at the very end of the new range,
-registers what is new and describes it; the peer loads the description, pulls that block and
-compares every byte. Times are CLOCK_MONOTONIC's, which both processes share.
+Two workers without a model, and all else as in service: control loop, transfer thread, growth,
+exchange of regions, residency, real connectors, real memory. Where a lane pulls, the source grows;
+where it pushes, the target: so the peer is always the one that starts transfers, and the question
+is when it can reach what is new. Each pair of a lane and a size has two processes of its own.
+
+What is counted: see `kvxfer.bench.growth_steps`. Every byte that moves is compared.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from kvxfer.bench.report import Figure, describe_machine, write_figures
-from kvxfer.cache.layout import CacheGeometry, GroupGeometry, KVCacheLayout
-from kvxfer.cache.spec import KVCacheSpec
-from kvxfer.errors import DeadlineExceeded, KvxferError, UsageError, WorkerDied
+from kvxfer.errors import KvxferError, UsageError
 
-GIB = 1 << 30
-STEP_TIMEOUT_S = 60.0
-SPEC = KVCacheSpec(
-    num_layers=32, num_kv_heads=8, head_dim_k=128, head_dim_v=128, dtype="bfloat16", block_size=16
-)
-"""A block is 2 MiB; LBHNC has 32 segments."""
+if TYPE_CHECKING:
+    from kvxfer.bench.growth_cases import Case
+    from kvxfer.bench.growth_figures import Found
+    from kvxfer.bench.growth_screen import GrowthScreen
+
+HOST_SIZES = (16, 64, 256)
+GPU_SIZES = (1024, 8192)
 
 
 @Parameter(name="*")
@@ -36,234 +33,132 @@ SPEC = KVCacheSpec(
 class GrowthOptions:
     """What `kvxfer bench growth` may be told."""
 
-    device: str = "auto"
-    """cpu, cuda, cuda:N or auto."""
-    gib: float = 0.25
-    """GiB that the extension adds."""
+    devices: str = "auto"
+    """The source's and the target's, such as cuda:0,cuda:1 or cpu,cpu (auto: two GPUs, one twice,
+    or the host, whichever is there)."""
+    connectors: str = ""
+    """Modules of connectors/, comma-separated (default: all that move KV between processes)."""
+    lane: str = "auto"
+    """push, pull or auto (both, where the connector has both)."""
+    sizes: Annotated[tuple[int, ...], Parameter(consume_multiple=True)] = ()
+    """MiB that a growth adds, one or several (default: 16 64 256 on the host, 1024 8192 on a
+    GPU)."""
     layout: str = "LBHNC"
     """Cache layout of both sides."""
     runs: int = 5
-    """Extensions measured, each of a new cache; the first, which warms up, is not counted."""
-    connector: str = "nixl"
-    """Module of connectors/ that moves KV."""
+    """Times that each is measured."""
+    warm_up: int = 1
+    """Times before, which are not counted."""
+    transfer_mib: int = 8
+    """MiB of each transfer that is in flight while the cache grows."""
+    transfers: int = 20
+    """Transfers before each growth, and after it, that none overlaps."""
     commit_bar_ms: float | None = None
     """Bar for the commit, written to the result."""
     first_byte_bar_ms: float | None = None
-    """Bar for the first verified byte at the peer, written to the result."""
+    """Bar for the first verified transfer into or out of new memory, written to the result."""
+    in_flight_bar: float | None = None
+    """Bar for the 95th percentile of transfers during a growth by that of others."""
     json: Path | None = None
-    """Write the figures to this file."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Milliseconds from the start of the extension."""
-
-    committed: float
-    registered: float
-    described: float
-    loaded: float
-    verified: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    """What the owner tells the peer; plain values, since it crosses a process."""
-
-    base_address: int
-    device: str
-    description: bytes
-    new_blocks: int
-    regions: list[tuple[int, int]]
+    """Keep the figures in this file, from the first ones on."""
+    plot: Path | None = None
+    """Draw the steps in this file, .svg or .png (needs matplotlib)."""
 
 
 def run_growth(options: GrowthOptions) -> int:
-    """Measure, print, write; 1 when a bar was missed. Raises KvxferError."""
-    from kvxfer.worker.device import resolve_device
+    """Measure, print, write; 1 where a bar was missed, a byte was wrong, or a lane did not come to
+    its end. Raises KvxferError."""
+    from kvxfer.bench.growth_cases import cases_of
+    from kvxfer.bench.growth_plot import check_plot, draw
+    from kvxfer.bench.growth_screen import GrowthScreen
+    from kvxfer.bench.record import command_line
+    from kvxfer.bench.report import describe_machine
+    from kvxfer.bench.transfer_devices import resolve_devices
 
-    if options.runs < 1:
-        raise UsageError("runs", options.runs, "must be at least 1")
-    if options.gib * GIB < 2 * SPEC.block_bytes:
-        raise UsageError("gib", options.gib, "is less than two blocks")
-    layout = KVCacheLayout.parse("layout", options.layout)
-    device = resolve_device(options.device)
-    timings = []
-    for run in range(options.runs + 1):
-        timing = _measure(options, layout, device)
-        print(f"run {run}: {_line(timing)}{'' if run else ' (warm-up, not counted)'}", flush=True)
-        timings.append(timing)
-    figures = _figures(timings[1:], options)
-    for figure in figures:
-        bar = (
-            ""
-            if figure.bar is None
-            else f" (bar {figure.bar:g}, {'ok' if figure.ok else 'MISSED'})"
-        )
-        print(f"{figure.metric:<34}{figure.value:>10.1f} {figure.unit}{bar}")
-    if options.json is not None:
-        command = (
-            f"kvxfer bench growth --device {options.device} --gib {options.gib:g} "
-            f"--layout {options.layout} --runs {options.runs}"
-        )
-        write_figures(options.json, figures, command, describe_machine(device))
-    return 0 if all(figure.ok for figure in figures) else 1
-
-
-def _line(timing: Timing) -> str:
-    names = ("committed", "registered", "described", "loaded", "verified")
-    return ", ".join(f"{name} {getattr(timing, name):.1f} ms" for name in names)
+    _check(options)
+    if options.plot is not None:
+        check_plot(options.plot)
+    devices = resolve_devices(options.devices)
+    sizes = options.sizes or (HOST_SIZES if devices == ("cpu", "cpu") else GPU_SIZES)
+    cases, left_out = cases_of(options, devices, sizes)
+    machine = describe_machine(devices[1])
+    if len(set(devices)) > 1:
+        machine = f"2 × {machine}"
+    command = command_line("growth", replace(options, plot=None))
+    every: list[Found] = []
+    with GrowthScreen(f"{devices[0]} to {devices[1]}, {machine}") as screen:
+        for reason in left_out:
+            screen.say(reason)
+        for case in cases:
+            _measure(case, options, every, screen, (command, machine))
+    screen.show(every)
+    if options.plot is not None and any(found.grows for found in every):
+        draw(every, machine, options.plot)
+        print(f"wrote {options.plot}")
+    return _exit_code(every, options, screen)
 
 
-def _figures(timings: list[Timing], options: GrowthOptions) -> list[Figure]:
-    def of(metric: str, name: str, bar: float | None = None) -> Figure:
-        samples = [getattr(timing, name) for timing in timings]
-        return Figure.of(f"{metric} ({options.gib:g} GiB)", samples, "ms", "lower", bar)
+def _exit_code(every: Sequence[Found], options: GrowthOptions, screen: GrowthScreen) -> int:
+    from kvxfer.bench.growth_figures import figures_of
+    from kvxfer.bench.record import describe
 
-    return [
-        of("extension committed", "committed", options.commit_bar_ms),
-        of("extension registered", "registered"),
-        of("first verified byte at a peer", "verified", options.first_byte_bar_ms),
-    ]
+    missed = [figure for found in every for figure in figures_of(found, options) if not figure.ok]
+    for figure in missed:
+        screen.say(describe(figure))
+    return 1 if missed or not every else 0
 
 
-def _measure(options: GrowthOptions, layout: KVCacheLayout, device: str) -> Timing:
-    """One extension in this process, seen by a new process."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    peer = context.Process(target=_peer, args=(theirs, options.connector, layout, device))
-    peer.start()
-    theirs.close()
+def _check(options: GrowthOptions) -> None:
+    from kvxfer.transfer.lanes import LANES
+
+    for name in ("runs", "transfer_mib", "transfers"):
+        if getattr(options, name) < 1:
+            raise UsageError(name, getattr(options, name), "must be at least 1")
+    if options.warm_up < 0:
+        raise UsageError("warm_up", options.warm_up, "is negative")
+    if options.lane not in LANES:
+        raise UsageError("lane", options.lane, f"must be one of {', '.join(LANES)}")
+    for path in (options.json, options.plot):
+        if path is not None and not path.parent.is_dir():
+            name = "json" if path is options.json else "plot"
+            raise UsageError(name, str(path), f"{str(path.parent)!r} is no directory")
+
+
+def _measure(
+    case: Case,
+    options: GrowthOptions,
+    every: list[Found],
+    screen: GrowthScreen,
+    origin: tuple[str, str],
+) -> None:
+    """One lane and size, into `every`. One that fails is kept as far as it came, and says why; one
+    that cannot begin, and was not asked for by name, is left out."""
+    from kvxfer.bench.growth_figures import Found, figures_of
+    from kvxfer.bench.growth_pair import GrowthPair
+    from kvxfer.bench.growth_runs import measure
+    from kvxfer.bench.report import write_figures
+
+    found = Found(str(case.lane), case.size_mib)
+
+    def keep() -> None:
+        if options.json is not None:
+            figures = [figure for one in every for figure in figures_of(one, options)]
+            write_figures(options.json, figures, *origin)
+
+    task = screen.begin(found.name, 2 * (options.warm_up + options.runs))
     try:
-        _receive(ours, peer)  # it is ready
-        return _own(options, layout, device, ours, peer)
-    finally:
-        ours.close()
-        peer.join(5.0)
-        if peer.is_alive():
-            peer.kill()
-            peer.join(5.0)
-
-
-def _own(
-    options: GrowthOptions, layout: KVCacheLayout, device: str, pipe: Connection, peer: Any
-) -> Timing:
-    import torch
-
-    from kvxfer.transfer.regions import Region
-
-    blocks = 1 + int(options.gib * GIB) // SPEC.block_bytes
-    with ExitStack() as undo:
-        cache, connector = _open(options.connector, layout, device, blocks, "owner", undo)
-        cache.extend([1])
-        start = time.monotonic()
-        (new_blocks,) = cache.extend([blocks]).new_blocks
-        committed = time.monotonic()
-        for view in cache.views[0]:
-            view[new_blocks - 1].fill_(1.5)
-        if device != "cpu":
-            torch.cuda.synchronize(device)
-        regions = [Region(chunk.offset, chunk.size) for chunk in cache.buffer.chunks]
-        connector.register(regions)
-        undo.callback(connector.deregister, regions)
-        registered = time.monotonic()
-        description = connector.describe(regions)
-        offer = _Offer(
-            cache.buffer.base_address,
-            device,
-            description,
-            new_blocks,
-            [(region.offset, region.size) for region in regions],
-        )
-        described = time.monotonic()
-        pipe.send(offer)
-        loaded, verified = _serve_until(pipe, peer, connector.poll)
-    moments = (committed, registered, described, loaded, verified)
-    return Timing(*((moment - start) * 1e3 for moment in moments))
-
-
-def _open(
-    connector: str, layout: KVCacheLayout, device: str, blocks: int, name: str, undo: ExitStack
-) -> tuple[Any, Any]:
-    """A cache of `blocks` reserved blocks and a connector over it; closed by `undo`."""
-    from kvxfer.cache.budget import open_files_needed
-    from kvxfer.cache.kv_cache import KVCache
-    from kvxfer.memory.chunks import LARGEST_CHUNK
-    from kvxfer.memory.limits import ensure_open_files
-    from kvxfer.transfer.connector import MemoryWindow, load_connector
-    from kvxfer.worker.device import make_driver
-
-    driver = make_driver(device)
-    if isinstance(driver, str):
-        raise UsageError("device", device, driver)
-    geometry = CacheGeometry.build([SPEC], [layout], [blocks], driver.granularity)
-    if device == "cpu":
-        ensure_open_files(open_files_needed(geometry.groups[0], blocks, LARGEST_CHUNK))
-    cache = KVCache(driver, geometry)
-    undo.callback(cache.close)
-    window = MemoryWindow(cache.buffer.base_address, geometry.total_bytes, device)
-    transport = load_connector(connector)(f"bench.{name}", window)
-    undo.callback(transport.close)
-    return cache, transport
-
-
-def _serve_until(
-    pipe: Connection, peer: Any, progress: Callable[[], object]
-) -> tuple[float, float]:
-    """Let the peer work, giving it our progress, until it says when it had loaded and verified."""
-    deadline_s = time.monotonic() + STEP_TIMEOUT_S
-    while not pipe.poll(0.0005):
-        progress()
-        if time.monotonic() > deadline_s or not peer.is_alive():
-            raise DeadlineExceeded(f"the peer did not verify within {STEP_TIMEOUT_S:g} s")
-    loaded, verified = _receive(pipe, peer)
-    return loaded, verified
-
-
-def _receive(pipe: Connection, peer: Any) -> Any:
-    if not pipe.poll(STEP_TIMEOUT_S):
-        raise DeadlineExceeded(f"the peer said nothing for {STEP_TIMEOUT_S:g} s")
-    try:
-        message = pipe.recv()
-    except EOFError:
-        raise WorkerDied(f"the peer (pid {peer.pid}) ended") from None
-    if isinstance(message, str):
-        raise WorkerDied(f"the peer failed: {message}")
-    return message
-
-
-def _peer(pipe: Connection, connector: str, layout: KVCacheLayout, device: str) -> None:
-    """The other process: pull the last block of what is offered, and compare all of it."""
-    try:
-        with ExitStack() as undo:
-            cache, transport = _open(connector, layout, device, 2, "peer", undo)
-            _pull(pipe, cache, transport, undo)
+        with GrowthPair(case) as pair:
+            every.append(found)
+            for _ in measure(pair, case, options, found):
+                screen.advance(task)
+                keep()
     except KvxferError as error:
-        pipe.send(str(error))
-
-
-def _pull(pipe: Connection, cache: Any, transport: Any, undo: ExitStack) -> None:
-    from kvxfer.transfer.connector import Direction
-    from kvxfer.transfer.plan import CacheSide, plan_transfer
-    from kvxfer.transfer.regions import Region, RegionSet
-
-    cache.extend([2])
-    own = [Region(chunk.offset, chunk.size) for chunk in cache.buffer.chunks]
-    transport.register(own)
-    undo.callback(transport.deregister, own)
-    pipe.send((0.0, 0.0))
-    offer: _Offer = pipe.recv()
-    transport.connect("owner", offer.base_address, offer.description)
-    loaded = time.monotonic()
-    regions = RegionSet(tuple(Region(*region) for region in sorted(offer.regions)), 1)
-    own_group = cache.geometry.groups[0]
-    geometry = GroupGeometry.build(SPEC, own_group.layout, offer.new_blocks, own_group.granularity)
-    source = CacheSide(geometry, regions, [offer.new_blocks - 1])
-    target = CacheSide(own_group, RegionSet(tuple(sorted(own)), 1), [1])
-    plan = plan_transfer(source, target, range(SPEC.block_size))
-    ticket = transport.submit("owner", Direction.PULL, plan)
-    deadline_s = time.monotonic() + STEP_TIMEOUT_S
-    while not (ended := [r for r in transport.poll() if r.ticket == ticket]):
-        if time.monotonic() > deadline_s:
-            raise DeadlineExceeded("the pull did not end")
-    if ended[0].error or not all(bool((view[1] == 1.5).all()) for view in cache.views[0]):
-        raise WorkerDied(ended[0].error or "what was pulled is not what was written")
-    pipe.send((loaded, time.monotonic()))
+        if found not in every and not options.connectors:
+            screen.say(f"{found.name}: not measured: {error}")
+        else:
+            screen.say(f"{found.name}: cut short: {error}")
+            if found not in every:
+                every.append(found)
+            found.problem = str(error)
+            keep()
+    screen.end(task, found)

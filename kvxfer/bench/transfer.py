@@ -24,7 +24,6 @@ CASES = {
     "nixl-growable": "NIXL on growable GPU memory, direct and staged",
     "peer-host": "peer on host memory",
     "nixl-overhead": "NIXL through our connector against bare NIXL",
-    "growth-overlap": "transfers that a growth of the source overlaps against those that none does",
 }
 ALL = "all"
 
@@ -47,12 +46,6 @@ class TransferOptions:
     """MiB that a transfer between GPUs moves."""
     host_mib: int = 256
     """MiB that a transfer between host memories moves."""
-    growth_gib: float = 8.0
-    """GiB that a growth adds on a GPU."""
-    host_growth_gib: float = 0.25
-    """GiB that a growth adds on the host."""
-    growth_transfers: int = 40
-    """Transfers before each growth, and after it."""
     peer_connector: str = "peer"
     """Module of connectors/ that the cases of `peer` measure."""
     staged_connector: str = "staged"
@@ -82,14 +75,11 @@ def run_transfer(case: str, options: TransferOptions) -> int:
 
 
 def _check(case: str, options: TransferOptions) -> None:
-    for name in ("runs", "mib", "host_mib", "growth_transfers"):
+    for name in ("runs", "mib", "host_mib"):
         if getattr(options, name) < 1:
             raise UsageError(name, getattr(options, name), "must be at least 1")
     if options.warm_up < 0:
         raise UsageError("warm_up", options.warm_up, "is negative")
-    for name in ("growth_gib", "host_growth_gib"):
-        if getattr(options, name) <= 0:
-            raise UsageError(name, getattr(options, name), "must be positive")
     if case == ALL and options.json is not None:
         raise UsageError("json", str(options.json), "is for one case: use --json-dir")
     if options.json_dir is not None and not options.json_dir.is_dir():

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from kvxfer.bench.report import Figure
 from kvxfer.bench.transfer import TransferOptions
 from kvxfer.bench.transfer_devices import HOST, why_no_connector
-from kvxfer.bench.transfer_growth import growth_overlap
 from kvxfer.bench.transfer_overhead import nixl_overhead
 from kvxfer.bench.transfer_pair import Pair
 from kvxfer.bench.transfer_rounds import (
@@ -215,21 +214,6 @@ def _overhead(bench: Bench) -> Found:
         yield from nixl_overhead(devices, sizes, size_bytes, bench.options.runs)
 
 
-def _growth(bench: Bench) -> Found:
-    is_host = not bench.has_gpu
-    connectors = ("nixl", bench.options.peer_connector)
-    for connector in connectors:
-        if reason := why_no_connector(connector):
-            yield f"not measured: {reason}"
-        else:
-            yield from growth_overlap(
-                connector,
-                bench.devices,
-                bench.options,
-                bench.bytes_on(bench.devices) // (8 if is_host else 2),
-            )
-
-
 _CASES: Mapping[str, Callable[[Bench], Found]] = {
     "peer-nvlink": peer_nvlink,
     "peer-layouts": peer_layouts,
@@ -238,5 +222,4 @@ _CASES: Mapping[str, Callable[[Bench], Found]] = {
     "nixl-growable": nixl_growable,
     "peer-host": peer_host,
     "nixl-overhead": _overhead,
-    "growth-overlap": _growth,
 }

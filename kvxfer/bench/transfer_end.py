@@ -18,7 +18,7 @@ import torch
 from kvxfer.bench.scratch import driver_of, use_device
 from kvxfer.bench.transfer_fill import clear, fill, is_filled
 from kvxfer.bench.transfer_gauge import Gauge
-from kvxfer.bench.transfer_words import OTHER, PROBE, CacheSetup, Contact, Grown, Move, Planned
+from kvxfer.bench.transfer_words import OTHER, CacheSetup, Contact, Move, Planned
 from kvxfer.cache.budget import open_files_needed
 from kvxfer.cache.kv_cache import KVCache
 from kvxfer.cache.layout import CacheGeometry
@@ -181,39 +181,6 @@ class End:
     def gauge(self, source: str, target: str, size_bytes: int) -> float:
         """Seconds of the machine's own copy."""
         return self._gauge.seconds(source, target, size_bytes)
-
-    def grow(self, num_blocks: int) -> Grown:
-        """Extend the first group to `num_blocks`, register and describe what is new."""
-        start_s = time.monotonic()
-        extension = self.cache.extend([num_blocks])
-        new_block = extension.new_blocks[0] - 1
-        for view in self.cache.views[0]:
-            view[new_block].fill_(PROBE)
-        self._settle()
-        regions = _regions_of(extension.chunks)
-        self.connector.register(regions)
-        self._lane_stack.callback(self.connector.deregister, regions)
-        self._regions = self._regions.add(regions)
-        return Grown(start_s, tuple(regions), self.connector.describe(regions), new_block)
-
-    def learn(self, grown: Grown) -> None:
-        """The source's new regions."""
-        if self._peer is None:
-            raise TransferError(f"{self.role} knows no peer")
-        peer = self._peer
-        self.connector.connect(OTHER[self.role], peer.base_address, grown.description)
-        self._peer = Contact(
-            peer.base_address,
-            peer.geometry,
-            peer.regions.add(grown.regions),
-            peer.description,
-            peer.invitation,
-            peer.directions,
-        )
-
-    def holds_probe(self, block: int) -> bool:
-        """Whether `block` of the first group is what `grow` writes."""
-        return all(bool((view[block] == PROBE).all()) for view in self.cache.views[0])
 
     def serve_peer(self) -> None:
         """Let the connector do what the other end needs of us."""

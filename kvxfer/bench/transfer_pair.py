@@ -5,14 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Protocol
 
 from kvxfer.bench.isolated import LAST_WORDS_S
-from kvxfer.bench.transfer_words import Burst, CacheSetup, Contact, Grown, Move, Planned
+from kvxfer.bench.transfer_words import CacheSetup, Contact, Move, Planned
 from kvxfer.errors import DeadlineExceeded, TransferError, WorkerDied
 from kvxfer.transfer.connector import Direction
 
@@ -188,20 +188,6 @@ class Pair:
         devices = (self.devices["source"], self.devices["target"])
         seconds: float = self.ask(initiator(direction), "gauge", *devices, size_bytes)
         return seconds
-
-    def burst(
-        self, moves: Sequence[Move], counts: tuple[int, int], num_blocks: int
-    ) -> tuple[Grown, Burst]:
-        """Pulls one after the other, and amid them the source's growth to `num_blocks`; `counts`
-        are pulls before and after."""
-        self.ask("source", "serve", True)
-        self.tell("target", ("burst", (tuple(moves), *counts)))
-        self.hear("target")  # those before are done
-        grown: Grown = self.ask("source", "grow", num_blocks)
-        self.tell("target", grown)
-        burst: Burst = self.hear("target")
-        self.ask("source", "serve", False)
-        return grown, burst
 
     def _leave(self) -> None:
         """The end that reads from the other lets go of it first."""

@@ -8,15 +8,12 @@ need us for it.
 from __future__ import annotations
 
 import os
-import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.bench.transfer_words import OTHER, Burst, Grown, Move
-from kvxfer.errors import ConnectorError, DeadlineExceeded, KvxferError
+from kvxfer.errors import KvxferError
 
 if TYPE_CHECKING:
     from kvxfer.bench.transfer_end import End
@@ -24,7 +21,6 @@ if TYPE_CHECKING:
 IDLE_POLL_S = 0.002
 SERVE_POLL_S = {"cpu": 100e-6}
 """While the other end moves something: on the host others need the core more than we do."""
-BURST_TIMEOUT_S = 120.0
 
 
 def serve_process(pipe: Connection, role: str, device: str, environment: Mapping[str, str]) -> None:
@@ -47,7 +43,7 @@ def serve(pipe: Connection, role: str, device: str, kind: type[End]) -> None:
                     undo.callback(end.close)
                 if verb == "serve":
                     wait_s = SERVE_POLL_S.get(device, 0) if arguments[0] else IDLE_POLL_S
-                answer = _answer(end, pipe, verb, arguments)
+                answer = _answer(end, verb, arguments)
             except KvxferError as error:
                 pipe.send((True, str(error)))
             else:
@@ -77,48 +73,7 @@ def _receive(
         failure = ""
 
 
-def _answer(end: End, pipe: Connection, verb: str, arguments: tuple[Any, ...]) -> Any:
+def _answer(end: End, verb: str, arguments: tuple[Any, ...]) -> Any:
     if verb == "serve":
         return None
-    if verb == "burst":
-        return burst(end, pipe, *arguments)
     return getattr(end, verb)(*arguments)
-
-
-def burst(end: End, pipe: Connection, moves: Sequence[Move], before: int, after: int) -> Burst:
-    """Move `moves` in turn, over and over: `before` times, then, having said so, on while the
-    parent has the source grow and tells what of; that is learnt, one block of it moved beside the
-    others, and `after` more transfers made. Raises KvxferError."""
-    deadline_s = time.monotonic() + BURST_TIMEOUT_S
-    plans = [end.plan_of(move) for move in moves]
-    spans: list[tuple[float, float]] = []
-    connected_s = usable_s = 0.0
-    probe = -1
-    left = after
-    while not usable_s or left > 0:
-        left -= usable_s > 0
-        start_s = time.monotonic()
-        direction = moves[0].direction
-        ticket = end.connector.submit(OTHER[end.role], direction, plans[len(spans) % len(plans)])
-        while ticket >= 0:
-            for result in end.connector.poll():
-                if result.error is not None:
-                    raise ConnectorError(f"a transfer failed: {result.error}")
-                if result.ticket == ticket:
-                    spans.append((start_s, time.monotonic()))
-                    ticket = -1
-                elif result.ticket == probe:
-                    usable_s = time.monotonic()
-            if time.monotonic() > deadline_s:
-                raise DeadlineExceeded(f"a burst took more than {BURST_TIMEOUT_S:g} s")
-            if not connected_s and len(spans) >= before and pipe.poll(0):
-                grown: Grown = pipe.recv()
-                end.learn(grown)
-                connected_s = time.monotonic()
-                block = (grown.new_block,)
-                plan = end.plan_of(Move(direction, block, (1,)))
-                probe = end.connector.submit(OTHER[end.role], direction, plan)
-            end.pause()
-        if len(spans) == before:
-            pipe.send((False, statistics.median(e - s for s, e in spans)))
-    return Burst(tuple(spans), connected_s, usable_s)

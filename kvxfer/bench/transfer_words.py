@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvxfer.bench.transfer_shapes import Shape
 from kvxfer.cache.layout import CacheGeometry
 from kvxfer.transfer.connector import Direction
-from kvxfer.transfer.regions import Region, RegionSet
+from kvxfer.transfer.regions import RegionSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,32 +60,6 @@ class Planned:
     total_bytes: int
     seconds: float
 
-
-@dataclass(frozen=True, slots=True)
-class Grown:
-    """What a growth added to the source, begun at `start_s` (CLOCK_MONOTONIC)."""
-
-    start_s: float
-    regions: tuple[Region, ...]
-    description: bytes
-    new_block: int
-    """The last block of it, full of `PROBE`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Burst:
-    """Transfers one after the other, some of them while the source grew."""
-
-    spans: tuple[tuple[float, float], ...]
-    """(start, end) of each, CLOCK_MONOTONIC."""
-    connected_s: float
-    """When the target had learnt the new regions."""
-    usable_s: float
-    """When a block of them had arrived."""
-
-
-PROBE = 1.5
-"""What a block is filled with to be known again."""
 
 OTHER = {"source": "target", "target": "source"}
 """The end at the other side of each."""

@@ -26,7 +26,6 @@ from kvxfer.bench.transfer import CASES, TransferOptions, run_transfer
 from kvxfer.bench.transfer_cases import Bench, figures_of
 from kvxfer.bench.transfer_end import End
 from kvxfer.bench.transfer_fill import clear, fill, is_filled
-from kvxfer.bench.transfer_growth import growth_overlap, percentile, times_of
 from kvxfer.bench.transfer_pair import Pair
 from kvxfer.bench.transfer_rounds import measure, setup_of, work_of
 from kvxfer.bench.transfer_serve import serve
@@ -38,13 +37,12 @@ from kvxfer.bench.transfer_shapes import (
     random_places,
     shape_of,
 )
-from kvxfer.bench.transfer_words import Burst, Grown
 from kvxfer.cache.kv_cache import KVCache
 from kvxfer.cache.layout import CacheGeometry, GroupGeometry, KVCacheLayout
 from kvxfer.cache.spec import KVCacheSpec
 from kvxfer.cli import app
 from kvxfer.command import run_app
-from kvxfer.errors import TransferError, WorkerDied
+from kvxfer.errors import WorkerDied
 from kvxfer.transfer.plan import CacheSide, plan_transfer
 from kvxfer.transfer.regions import Region, RegionSet
 
@@ -156,26 +154,6 @@ def test_what_is_filled_does_not_depend_on_the_layout() -> None:
     assert is_filled(theirs, [4, 2], 5)
 
 
-def test_transfers_are_told_apart_by_the_growth_they_overlap() -> None:
-    grown = Grown(10.0, (), b"", 3)
-    spans = ((8.0, 9.0), (9.0, 10.5), (10.6, 10.7), (11.5, 13.0), (13.0, 14.0))
-    found = times_of(grown, Burst(spans, 11.0, 12.0))
-    assert found.overlapping == pytest.approx([1500, 100, 1500])
-    assert found.others == pytest.approx([1000, 1000])
-    assert found.growths == pytest.approx([2000])
-    assert found.ratio == pytest.approx(1.5)
-    with pytest.raises(TransferError, match="0 transfers overlap"):
-        times_of(Grown(20.0, (), b"", 3), Burst(spans, 21.0, 22.0))
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.integers(1, 99))
-def test_a_percentile_lies_between_its_neighbours(samples: list[float], percent: int) -> None:
-    place = (len(samples) - 1) * percent / 100
-    ordered = sorted(samples)
-    low, high = ordered[int(place)], ordered[min(int(place) + 1, len(samples) - 1)]
-    assert low - 1e-6 <= percentile(samples, percent) <= high + 1e-6
-
-
 @given(st.integers(1, 30), st.integers(0, 100))
 def test_places_are_distinct_and_not_the_null_block(num_blocks: int, seed: int) -> None:
     places = random_places(num_blocks, range(1, capacity_for(num_blocks)), seed)
@@ -209,18 +187,6 @@ def test_all_layouts_arrive(threads) -> None:
     assert figures[0].bar == 0.9
 
 
-def test_growth_amid_transfers_is_measured(threads) -> None:
-    options = TransferOptions(**QUICK | {"runs": 2}, host_growth_gib=0.004, growth_transfers=4)
-    figures = list(growth_overlap("loopback", ("cpu", "cpu"), options, 1 << 20))
-    ratio, *_, useful = figures
-    assert ratio.runs == useful.runs == 2
-    assert ratio.value > 0
-    assert useful.value > 0
-    counts = {figure.metric: figure.runs for figure in figures}
-    (others,) = (n for metric, n in counts.items() if metric.endswith("p95 of other ones"))
-    assert others >= 2 * 4
-
-
 def test_nixl_is_compared_with_bare_nixl(threads, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVXFER_NIXL_PROGRESS_THREAD", "0")
     path = tmp_path / "transfer-nixl-overhead.json"
@@ -244,17 +210,10 @@ def test_a_wrong_bit_fails_a_case(monkeypatch, case: str, capsys) -> None:
     assert "differs from the source" in capsys.readouterr().err
 
 
-def test_a_wrong_bit_fails_growth(monkeypatch) -> None:
-    monkeypatch.setattr(Pair, "start", staticmethod(in_threads(CorruptingEnd)))
-    options = TransferOptions(**QUICK, host_growth_gib=0.004, growth_transfers=2)
-    with pytest.raises(TransferError, match="differs from the source"):
-        list(growth_overlap("loopback", ("cpu", "cpu"), options, 1 << 20))
-
-
 def test_what_cannot_be_measured_says_why(capsys) -> None:
     options = TransferOptions(**QUICK, peer_connector="none_such", staged_connector="none_such")
     for case in CASES:
-        if case not in ("nixl-overhead", "growth-overlap"):
+        if case != "nixl-overhead":
             assert run_transfer(case, options) == 0
             printed = capsys.readouterr().out
             assert "not measured" in printed
@@ -293,7 +252,6 @@ def test_real_processes_move_bytes_and_leave_nothing_behind(leaves_nothing_behin
         (["peer-host"], "--sizes", "5"),
         (["peer-host"], "--devices", "cpu"),
         (["peer-host"], "--devices", "cpu,cuda:99"),
-        (["growth-overlap"], "--growth-gib", "0"),
         (["all"], "--json", "x.json"),
         (["peer-host"], "--json-dir", "/nonexistent/place"),
     ],
