@@ -66,8 +66,10 @@ VENDOR_ROOMS = {
                  "kvxfer/serve/status.py", "kvxfer/bench/", "prefill/__main__.py",
                  "decode/__main__.py", "decode/loaded.py", "decode/null.py"),
     "matplotlib": ("kvxfer/bench/",),
-    "rich": ("kvxfer/demo/screen.py", "kvxfer/bench/transfer_screen.py", "kvxfer/doctor/screen.py",
-             "kvxfer/serve/progress.py", "kvxfer/serve/status_screen.py"),
+    "aiohttp": ("kvxfer/bench/serving/",),
+    "rich": ("kvxfer/demo/screen.py", "kvxfer/bench/transfer_screen.py", "kvxfer/bench/serving/",
+             "kvxfer/doctor/screen.py", "kvxfer/serve/progress.py",
+             "kvxfer/serve/status_screen.py"),
 }  # fmt: skip
 
 PURE = ("kvxfer/cache/layout.py", "kvxfer/cache/spec.py", "kvxfer/transfer/plan.py")
