@@ -69,8 +69,8 @@ class KvCounts:
             return {}
         return {
             ("KV transfers", "share of TTFT"): self.transfer_s / self.first_token_s,
-            ("KV transfers", "ms of a request"): 1e3 * self.transfer_s / self.requests,
-            ("KV transfers", "MB of a request"): self.num_bytes / self.requests / 1e6,
+            ("KV transfers", "time of a request"): 1e3 * self.transfer_s / self.requests,
+            ("KV transfers", "size of a request"): self.num_bytes / self.requests / 1e6,
         }
 
 

@@ -115,12 +115,12 @@ def unit(name: str, what: str) -> str:
         return "/s"
     if what.startswith("share"):
         return "ratio"
-    return "MB" if what.startswith("MB") else "ms"
+    return "MB" if what.startswith("size") else "ms"
 
 
-def show(console: Console, results: Results, title: str) -> None:
+def show(console: Console, results: Results) -> None:
     """The table, and below it what went wrong."""
-    table = Table(title=escape(title), title_justify="left")
+    table = Table()
     table.add_column("median of rounds ± IQR")
     for side in results.sides:
         table.add_column(escape(side.name), justify="right")

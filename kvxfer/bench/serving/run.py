@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -199,8 +200,8 @@ class _Run:
 
     def _write(self) -> None:
         if self._options.json is not None:
-            command = command_line("serving", replace(self._options, api_key=""))
-            write_figures(self._options.json, self.results.figures(), command, self._machine())
+            figures = self.results.figures()
+            write_figures(self._options.json, figures, _command(self._options), self._machine())
 
     def _machine(self) -> str:
         if self._options.base_url:
@@ -216,19 +217,26 @@ class _Run:
             return
         self._write()
         console = Console(highlight=False)
-        show(console, self.results, f"{self._what()}, {self._machine()}")
+        console.print(f"{self._what()}\n{self._machine()}", markup=False, soft_wrap=True)
+        show(console, self.results)
         for figure in self.results.more:
             console.print(f"{figure.metric}: {figure.value:g} {figure.unit}")
 
     def _what(self) -> str:
         options = self._options
         if not options.compare_single:
-            return command_line("serving", replace(options, api_key="", json=None))
+            return _command(options)
         workers = options.prefill + options.decode
         return (
             f"P/D ({workers} processes of {options.threads} threads) against a single process of "
             f"{options.threads * workers} threads, no prefix caches"
         )
+
+
+def _command(options: ServingOptions) -> str:
+    """To be typed again; without the key."""
+    quoted = shlex.quote(options.worker_args) if options.worker_args else ""
+    return command_line("serving", replace(options, api_key="", worker_args=quoted))
 
 
 async def _counts(client: Client, service: Service) -> list[KvCounts]:
@@ -247,6 +255,6 @@ def _hand_over(service: Service, answers: Sequence[Answer]) -> Summary:
     if not found:
         return {}
     return {
-        ("KV hand-over", "ms after prefill, median"): median(one.ms for one in found),
+        ("KV hand-over", "after prefill, median"): median(one.ms for one in found),
         ("KV hand-over", "share of TTFT, median"): median(one.share for one in found),
     }
