@@ -23,13 +23,14 @@ pytestmark = [
 SMALL = (
     *("--model", str(TINY_MODEL), "--random-input-len", "100", "--random-output-len", "12"),
     *("--random-range-ratio", "0.3", "--num-warmups", "2"),
-    *("--worker-args", "--kv-cache-memory-bytes 33554432"),
 )
+WORKERS = "--kv-cache-memory-bytes 33554432"
 
 
 @contextmanager
-def bench(directory: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
-    command = [*KVXFER, "bench", "serving", *SMALL, "--json", str(directory / "out.json"), *words]
+def bench(directory: Path, *words: str, workers: str = WORKERS) -> Iterator[subprocess.Popen[str]]:
+    told = ("--worker-args", workers, "--json", str(directory / "out.json"), *words)
+    command = [*KVXFER, "bench", "serving", *SMALL, *told]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -105,7 +106,7 @@ def test_a_run_that_is_cut_short_keeps_what_it_found_and_leaves_nothing(
 
 
 def test_a_service_that_cannot_start_is_told_in_its_own_words(tmp_path: Path) -> None:
-    with bench(tmp_path, "--worker-args", "--block-size 0") as process:
+    with bench(tmp_path, workers="--block-size 0") as process:
         out, err = process.communicate(timeout=60)
     assert process.returncode == 2, out + err
     assert "block_size: 0: must be at least 1" in err.splitlines()[-1]
