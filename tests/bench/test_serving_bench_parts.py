@@ -343,6 +343,12 @@ def test_ratios_are_of_neighbours_and_parts_of_rounds_count_only_alone() -> None
     assert found["serving, single: failed, timeout"].value == 1
     assert not found["serving, single: of 1 requests failed"].ok
     assert not found["serving, P/D: rounds that were whole"].ok
+    for at, good in enumerate((0.0, 3.0, 1.0)):
+        one.rounds[at]["goodput", "requests"], two.rounds[at]["goodput", "requests"] = good, 2.0
+        one.rounds[at]["tpot", "median"], two.rounds[at]["tpot", "median"] = 1.0, good
+    told = {figure.metric: figure for figure in Results(3, [one, two]).figures()}
+    assert told["serving, P/D to single: goodput, requests"].value == 0.5  # with the 0 in it
+    assert "serving, P/D to single: tpot, median" not in told
     alone = Side("service")
     alone.add([lost], {("ttft", "median"): 999.0}, is_whole=False)
     by_metric = {figure.metric: figure for figure in Results(1, [alone]).figures()}

@@ -95,15 +95,17 @@ class Results:
 
 
 def ratios(first: Side, second: Side) -> list[Figure]:
-    """Of `first` to `second`, round by round: neighbours in time."""
+    """Of `first` to `second`, round by round: neighbours in time. None where a round of `second`
+    has 0 or nothing: what is left would be a choice."""
     found = []
     pairs = list(zip(first.rounds, second.rounds, strict=False))
     for name, what in first.keys:
         is_told = (name, what) in COMPARED or what.startswith("p")
-        both = [(one, two) for one, two in pairs if one.get((name, what)) and two.get((name, what))]
-        if not is_told or not both or name == "sent late":
+        both = [(one[name, what], two.get((name, what), 0.0)) for one, two in pairs
+                if (name, what) in one]  # fmt: skip
+        if not is_told or name == "sent late" or not both or not all(two for _, two in both):
             continue
-        samples = [one[name, what] / two[name, what] for one, two in both]
+        samples = [one / two for one, two in both]
         better: Better = "higher" if name in RATES else "lower"
         metric = f"serving, {first.name} to {second.name}: {name}, {what}"
         found.append(Figure.of(metric, samples, "ratio", better))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import resource
 import shlex
@@ -35,7 +36,7 @@ from kvxfer.bench.serving.services import (
     start_single,
 )
 from kvxfer.bench.serving.source import Source
-from kvxfer.bench.serving.verify import verify
+from kvxfer.bench.serving.verify import not_verified, verify
 from kvxfer.errors import UsageError, WorkerDied
 
 
@@ -89,7 +90,8 @@ class _Run:
             options.measured(),
             options.percentiles(),
             options.limits_ms(),
-            tells_late=not options.max_concurrency and bool(trace or options.request_rate < 1e300),
+            tells_late=not options.max_concurrency
+            and bool(trace or math.isfinite(options.request_rate)),
         )
         self._source = Source.of(options, trace)
 
@@ -106,7 +108,9 @@ class _Run:
                     kept = stack.enter_context(self._service(self.results.sides[0].name))
                 self._round(kept, self.results.sides[0], rounds[index], rounds[-1], index)
         if self._options.verify:
-            self.results.more += verify(self._options, rounds[0], self._directory, self._screen)
+            self.results.more = [not_verified(len(rounds[0]))]
+            self._write()
+            self.results.more = verify(self._options, rounds[0], self._directory, self._screen)
 
     def _compare(self, prompts: list[Prompt], extra: list[Prompt], index: int) -> None:
         """Each service alone on the machine; who is first changes from round to round."""
@@ -142,22 +146,8 @@ class _Run:
         gone, after what was found is kept."""
         found, counted = Round(), list[KvCounts]()
         name = f"{side.name}, round {index + 1} of {self._options.runs}"
-
-        async def send() -> None:
-            async with open_client(self._options.api_key) as client:
-                ask = await self._ask(client, service)
-                warm = [replace(one, at_s=0.0) for one in extra[: self._options.num_warmups]]
-                await warm_up(client, ask, warm, self._source.text_of)
-                counted.extend(await _counts(client, service))
-                with self._screen.bar(name, len(prompts)) as step:
-                    most = self._options.max_concurrency
-                    await send_all(
-                        client, ask, prompts, most, self._source.text_of, lambda _: step(), found
-                    )
-                counted.extend(await _counts(client, service))
-
         try:
-            asyncio.run(send())
+            asyncio.run(self._send(service, name, prompts, extra, found, counted))
         except Gone as error:
             found.gone = str(error)
             if not index and not found.answers and side.name == GIVEN:
@@ -166,6 +156,26 @@ class _Run:
             self._keep(side, service, found, counted)
         if found.gone:
             raise WorkerDied(f"{name}: the service is gone: {found.gone}")
+
+    async def _send(
+        self,
+        service: Service,
+        name: str,
+        prompts: list[Prompt],
+        extra: list[Prompt],
+        found: Round,
+        counted: list[KvCounts],
+    ) -> None:
+        """Fills in `found`, and what the service had `counted` before and after, if it tells."""
+        most, text_of = self._options.max_concurrency, self._source.text_of
+        async with open_client(self._options.api_key) as client:
+            ask = await self._ask(client, service)
+            warm = [replace(one, at_s=0.0) for one in extra[: self._options.num_warmups]]
+            await warm_up(client, ask, warm, text_of)
+            counted.extend(await _counts(client, service))
+            with self._screen.bar(name, len(prompts)) as step:
+                await send_all(client, ask, prompts, most, text_of, lambda _: step(), found)
+            counted.extend(await _counts(client, service))
 
     def _keep(
         self, side: Side, service: Service, found: Round, counted: Sequence[KvCounts]

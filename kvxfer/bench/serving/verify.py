@@ -22,6 +22,10 @@ from kvxfer.bench.serving.services import Service, start_pd, start_single
 from kvxfer.errors import WorkerDied
 
 
+def not_verified(count: int) -> Figure:
+    return Figure.of("serving, verified: could not be compared", [count], "answers", "lower", 0)
+
+
 def verify(
     options: ServingOptions,
     prompts: list[Prompt],
@@ -46,7 +50,7 @@ def verify(
     count = f"of {len(pairs)}"
     # Batches of another shape may round otherwise: tokens have no bar, KV has.
     return [
-        Figure.of("serving, verified: could not be compared", [len(failed)], "answers", "lower", 0),
+        not_verified(len(failed)),
         Figure.of(f"serving, verified: {count} prompts' KV differs", [kv], "prompts", "lower", 0),
         Figure.of(
             f"serving, verified: {count} answers' tokens differ", [tokens], "answers", "lower"
