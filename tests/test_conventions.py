@@ -67,9 +67,10 @@ VENDOR_ROOMS = {
                  "kvxfer/serve/status.py", "kvxfer/bench/", "prefill/__main__.py",
                  "decode/__main__.py", "decode/loaded.py", "decode/null.py"),
     "matplotlib": ("kvxfer/bench/",),
+    "aiohttp": ("kvxfer/bench/serving/",),
     "rich": ("kvxfer/demo/screen.py", "kvxfer/bench/connectors/screen.py",
              "kvxfer/bench/comparison.py", "kvxfer/bench/growth_screen.py",
-             "kvxfer/doctor/screen.py",
+             "kvxfer/bench/serving/", "kvxfer/doctor/screen.py",
              "kvxfer/serve/progress.py", "kvxfer/serve/status_screen.py"),
 }  # fmt: skip
 

@@ -18,6 +18,7 @@ from kvxfer.bench.layouts import LayoutsOptions
 from kvxfer.bench.namespaces import NamespacesOptions
 from kvxfer.bench.readme import ReadmeOptions
 from kvxfer.bench.residency import ResidencyOptions
+from kvxfer.bench.serving.options import ServingOptions
 from kvxfer.bench.serving_overhead import ServingOverheadOptions
 from kvxfer.bench.share import ShareOptions
 from kvxfer.bench.soak import SoakOptions
@@ -172,6 +173,22 @@ def control(options: ControlOptions = ControlOptions()) -> int:  # noqa: B008
     from kvxfer.bench.control import run_control
 
     return run_control(options)
+
+
+@bench.command
+def serving(options: ServingOptions = ServingOptions()) -> int:  # noqa: B008
+    """Load on an OpenAI-compatible service: TTFT, inter-token latency, throughput, goodput.
+
+    Open loop (--request-rate) or closed (--max-concurrency), with random lengths or those of a
+    trace, on a service that runs (--base-url) or on `kvxfer serve`, started here, which may be
+    compared with a single process. Options are those of `vllm bench serve` where they mean the
+    same. Exit code 1 if a request failed or an answer is wrong; what was found is kept.
+    Example: kvxfer bench serving --base-url http://127.0.0.1:8000 --request-rate 4
+    Example: kvxfer bench serving --model DIR --compare-single --max-concurrency 8 --json s.json
+    """
+    from kvxfer.bench.serving.run import run_serving
+
+    return run_serving(options)
 
 
 @bench.command

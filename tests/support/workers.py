@@ -148,8 +148,10 @@ class Worker:
         trace: Path | None = None,
         spans: Spans = NO_SPANS,
         engine: dict[str, Any] | MakeEngine | None = None,
+        make: Callable[[assembly.WorkerParts], Any] | None = None,
         **options: Any,
     ) -> None:
+        """`make`: what makes its state machine, where it is not the role's."""
         self.options = make_options(role, **options)
         self.incarnation = secrets.token_hex(4)
         keys = Keys.load(self.options.key_file, self.options.peer_keys)
@@ -170,7 +172,7 @@ class Worker:
             self.incarnation,
             spans,
         )
-        make = {"prefill": PrefillWorker, "decode": DecodeWorker}[role]
+        make = make or {"prefill": PrefillWorker, "decode": DecodeWorker}[role]
         self.role: Any = IdleRole() if idle else make(self.parts)
         self.loop = ControlLoop(
             self.channel,

@@ -1,0 +1,1 @@
+"""`kvxfer bench serving`: load on an OpenAI-compatible service, and what its clients see."""
