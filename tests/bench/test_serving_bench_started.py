@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,15 +34,20 @@ WORKERS = "--kv-cache-memory-bytes 33554432"
 def bench(directory: Path, *words: str, workers: str = WORKERS) -> Iterator[subprocess.Popen[str]]:
     told = ("--worker-args", workers, "--json", str(directory / "out.json"), *words)
     command = [*KVXFER, "bench", "serving", *SMALL, *told]
+    temporary = Path(tempfile.mkdtemp(prefix="kvt-"))  # short: sockets lie in it
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )  # fmt: skip
     try:
         yield process
     finally:
         if process.poll() is None:
             process.kill()
         process.communicate(timeout=30)
+    left = [path.name for path in temporary.iterdir() if path.name.startswith("kvxfer-serv")]
+    shutil.rmtree(temporary)
+    assert left == []
 
 
 def figures(directory: Path) -> dict[str, Any]:

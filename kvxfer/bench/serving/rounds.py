@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from kvxfer.bench.serving.client import Ask, Client, Gone
@@ -46,9 +46,7 @@ async def send_all(
     async def one(place: int, prompt: Prompt) -> None:
         due_s = found.began_s + prompt.at_s
         await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-        async with AsyncExitStack() as stack:
-            if slots is not None:
-                await stack.enter_async_context(slots)
+        async with slots or nullcontext():
             sent_s = time.monotonic()
             try:
                 answer = await client.ask(ask, prompt, text_of(prompt), due_s)
@@ -69,9 +67,8 @@ async def send_all(
             if answer.failure == STOPPED:  # it would have heard so itself
                 answer.failure = SERVICE_GONE
     finally:
-        for place, prompt in enumerate(prompts):
-            if place not in found.answers:
-                found.answers[place] = _lost(prompt, NOT_SENT, 0.0, 0.0)
+        unsent = {at: _lost(one, NOT_SENT, 0.0, 0.0) for at, one in enumerate(prompts)}
+        found.answers = unsent | found.answers
 
 
 def _lost(prompt: Prompt, failure: str, due_s: float, sent_s: float) -> Answer:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -64,15 +66,17 @@ def start_pd(options: ServingOptions, directory: Path, say: Say) -> Iterator[Ser
         *("--threads", str(options.threads), "--port", "0", "--log-dir", str(directory), *words),
     ]
     out, err = directory / "serve.out", directory / "serve.log"
-    with out.open("wb") as to_out, err.open("wb") as to_err:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=to_out, stderr=to_err, start_new_session=True
-        )
-    try:
-        url = _ready_url(process, out, err, options.start_timeout_s, say)
-        yield Service(PD, url, tuple(traces.values()))
-    finally:
-        _end(process)
+    with tempfile.TemporaryDirectory(prefix="kvxfer-serving-") as own:  # one that is killed, too
+        with out.open("wb") as to_out, err.open("wb") as to_err:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=to_out, stderr=to_err,
+                start_new_session=True, env={**os.environ, "TMPDIR": own},
+            )  # fmt: skip
+        try:
+            url = _ready_url(process, out, err, options.start_timeout_s, say)
+            yield Service(PD, url, tuple(traces.values()))
+        finally:
+            _end(process)
 
 
 def _ready_url(
