@@ -42,13 +42,36 @@ class StopRequested(BaseException):
     """SIGINT or SIGTERM before the control loop runs: unwind and leave."""
 
 
-class Announcer:
-    """Tells a launcher, over a pipe it gave us, how far the start has come."""
+class StopSignal:
+    """Whether to stop was asked for, before the control loop takes that over.
 
-    def __init__(self, fd: int) -> None:
+    Python drops what is raised while an object's `__del__` runs, as it does a thousandfold when
+    the heap is collected after the start. So the request is remembered, and `check` raises again.
+    """
+
+    def __init__(self) -> None:
+        self._is_requested = False
+
+    def request(self) -> None:
+        self._is_requested = True
+        raise StopRequested
+
+    def check(self) -> None:
+        """Raises StopRequested."""
+        if self._is_requested:
+            raise StopRequested
+
+
+class Announcer:
+    """Tells a launcher, over a pipe it gave us, how far the start has come. `check` is called at
+    each step, and may raise."""
+
+    def __init__(self, fd: int, check: Callable[[], None] = lambda: None) -> None:
         self._fd = fd
+        self._check = check
 
     def step(self, text: str) -> None:
+        self._check()
         logger.info("%s", text)
         self._write({"event": "step", "text": text})
 
@@ -57,6 +80,7 @@ class Announcer:
         self._write({"event": "listening", "address": address, "worker_id": worker_id})
 
     def ready(self) -> None:
+        self._check()
         logger.info("ready")
         self._write({"event": "ready"})
 
@@ -94,9 +118,10 @@ def run_worker(
 ) -> int:
     """Run one worker until it is told to stop. Returns the exit code."""
     set_up_logging(role, options.worker_id, options.log_format)
-    announcer = Announcer(options.ready_fd)
+    stop = StopSignal()
+    announcer = Announcer(options.ready_fd, stop.check)
     try:
-        with handle_signals(_request_stop):
+        with handle_signals(stop.request):
             _run(role, options, dial, make_role, announcer, setting)
         code = 0
     except StopRequested:
@@ -152,10 +177,6 @@ def _check_cheaply(options: WorkerOptions) -> None:
     check_endpoint(options.otlp_traces_endpoint)
     if options.lane not in LANES:
         raise UsageError("lane", options.lane, f"must be one of {', '.join(LANES)}")
-
-
-def _request_stop() -> None:
-    raise StopRequested
 
 
 @contextlib.contextmanager
