@@ -23,8 +23,9 @@ from kvxfer.errors import DeadlineExceeded, KvxferError, WorkerDied
 logger = logging.getLogger(__name__)
 
 GRACE_S = 1.0
-"""After SIGTERM; then SIGKILL. Keeps Ctrl-C under two seconds, and is what a worker gives its threads
-in all: one is killed that is stuck, short of CPU, or loading a library, which hears no signal."""
+"""After SIGTERM; then SIGKILL. Keeps Ctrl-C under two seconds, and is what a worker gives its
+threads in all: one is killed that is stuck, short of CPU, or loading a library, which hears no
+signal."""
 KILLED_TIMEOUT_S = 30.0
 """For the kernel to give a killed process's memory back: GiB of it, on a busy machine."""
 OTHERS_TIMEOUT_S = 7.0
