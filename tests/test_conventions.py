@@ -241,3 +241,18 @@ def test_errors_are_drawn_at_the_top_of_their_file() -> None:
     for name, value in vars(errors).items():
         if isinstance(value, type) and issubclass(value, errors.KvxferError):
             assert name in drawn, f"{name} is missing in the tree of kvxfer/errors.py"
+
+
+def test_no_simple_queue_is_waited_for():
+    """With a timeout it may wait for good (`kvxfer.worker.work_thread` has the fact)."""
+    users = [path for path in SOURCES if "SimpleQueue[" in path.read_text()]
+    assert users, "kvxfer/worker/mailbox.py has one"
+    calls = {path.name: set(_calls(path)) & {"get"} for path in users}
+    assert not any(calls.values()), f"get, where get_nowait belongs: {calls}"
+
+
+def _calls(path: Path) -> Iterator[str]:
+    """Names of the methods that a module calls."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            yield node.func.attr

@@ -1,4 +1,9 @@
-"""A thread that does one job after another and reports to the control thread."""
+"""A thread that does one job after another and reports to the control thread.
+
+Fact (CPython 3.11 and 3.12, measured): a SimpleQueue's `get` with a timeout may wait for the next
+`put`, however long, where the one before came just as a `get` timed out and this thread is then not
+scheduled for longer than the timeout. Queue's does not.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +45,7 @@ class WorkThread:
         """`begin` runs first, in the thread."""
         self._reports = reports
         self._begin = begin
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self) -> None:
