@@ -75,7 +75,7 @@ class MooncakeAgent(Agent):
         """Whether there is such a peer shows later: a transfer that is begun waits for that."""
         try:
             told = msgspec.msgpack.decode(metadata, type=Told)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise ConnectorError(f"description of agent {remote.agent}: {error}") from error
         known = self._sessions.get(remote.agent)
         if known is None or known.told != told or known.has_failed:

@@ -394,8 +394,8 @@ def test_what_is_cut_short_keeps_its_figures_and_leaves_nothing(
         assert "Traceback" not in out + err
     else:
         assert command.returncode == 1
-        assert "cut short: target worker" in out
-        assert "was killed by SIGKILL" in out
+        assert "cut short: " in out  # by the launcher, or by the peer, whoever saw it first
+        assert "target worker (pid " in out or "target is lost" in out
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def run(case, max_programs=3, tile_bytes=512, **options):
     check(copy, case, DEVICE, DEVICE)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(box_cases())
 def test_every_byte_is_where_it_belongs(case):
     run(case)
