@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
+
 from kvxfer.bench import identity
 from kvxfer.bench.identity import IdentityOptions, run_identity
 
 
+@pytest.mark.slow
 def test_a_cache_that_slept_is_found_identical(monkeypatch, tmp_path):
     slept = [one for one in identity.VARIANTS if "slept" in one.name]
     monkeypatch.setattr(identity, "VARIANTS", slept)

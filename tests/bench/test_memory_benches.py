@@ -104,6 +104,7 @@ def test_stress_lowers_what_does_not_survive_and_goes_on_where_it_was(tmp_path: 
     assert not list(tmp_path.glob("*.journal")), "it is complete"
 
 
+@pytest.mark.slow
 def test_share_finds_the_largest(tmp_path: Path) -> None:
     kept = tmp_path / "share.json"
     options = ShareOptions(**toy(), resolution_mib=16, most_gib=0.0625, json=kept)
@@ -119,6 +120,7 @@ def test_share_finds_the_largest(tmp_path: Path) -> None:
     assert code == (0 if share >= 0.97 else 1)
 
 
+@pytest.mark.slow
 def test_buffer_logs_fits_and_confirms(tmp_path: Path, capsys) -> None:
     kept = tmp_path / "buffer.json"
     pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in toy().items())

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing_behind")
 
 PAIRS = [
     ("bundled", "LBHNC", "BLHNC", "push", False),
-    ("bundled", "LBHNC", "BLHNC", "pull", True),
+    pytest.param("bundled", "LBHNC", "BLHNC", "pull", True, marks=pytest.mark.slow),
     pytest.param("bundled", "LBHNC", "BLHNC", "pull", False, marks=pytest.mark.slow),
     pytest.param("qwen3", "LHBNC", "LBNHC", "pull", False, marks=pytest.mark.slow),
     pytest.param("deepseek_v3", "BLNHC", "BHLNC", "pull", False, marks=pytest.mark.slow),

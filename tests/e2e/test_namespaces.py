@@ -20,10 +20,8 @@ def permitted() -> None:
     skip_unless_permitted()
 
 
-DIRECTIONS = [pytest.param(lane, marks=pytest.mark.slow) for lane in ("pull", "push")]
-
-
-@pytest.mark.parametrize("lane", ["auto", *DIRECTIONS])
+@pytest.mark.slow
+@pytest.mark.parametrize("lane", ["auto", "pull", "push"])
 def test_equals_a_single_process_while_the_cache_grows(lane: str, tmp_path: Path) -> None:
     with apart(tmp_path, lane) as pair:
         if lane == "auto":

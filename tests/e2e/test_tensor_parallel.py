@@ -147,7 +147,7 @@ def expected() -> list[list[int]]:
 
 
 CASES = [
-    pytest.param(1, 2, "push", "nixl", id="1 to 2, pushed"),
+    pytest.param(1, 2, "push", "nixl", id="1 to 2, pushed", marks=pytest.mark.slow),
     pytest.param(2, 1, "pull", "nixl", id="2 to 1, pulled", marks=pytest.mark.slow),
     pytest.param(2, 2, "push", "nixl", id="2 to 2, pushed", marks=pytest.mark.slow),
     pytest.param(2, 1, "push", "nixl", id="2 to 1, pushed", marks=pytest.mark.slow),
