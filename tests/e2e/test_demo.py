@@ -12,17 +12,15 @@ from pathlib import Path
 
 import pytest
 from support.commands import TINY_MODEL, demo
-from support.fork_server import ForkServer
 from support.models import write_model
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing_behind")
 
 PAIRS = [
-    ("bundled", "LBHNC", "BLHNC", "push", False),
-    pytest.param("bundled", "LBHNC", "BLHNC", "pull", True, marks=pytest.mark.slow),
-    pytest.param("bundled", "LBHNC", "BLHNC", "pull", False, marks=pytest.mark.slow),
-    pytest.param("qwen3", "LHBNC", "LBNHC", "pull", False, marks=pytest.mark.slow),
-    pytest.param("deepseek_v3", "BLNHC", "BHLNC", "pull", False, marks=pytest.mark.slow),
+    ("bundled", "LBHNC", "BLHNC", "push"),
+    pytest.param("bundled", "LBHNC", "BLHNC", "pull", marks=pytest.mark.slow),
+    pytest.param("qwen3", "LHBNC", "LBNHC", "pull", marks=pytest.mark.slow),
+    pytest.param("deepseek_v3", "BLNHC", "BHLNC", "pull", marks=pytest.mark.slow),
 ]
 
 
@@ -43,20 +41,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return written
 
 
-@pytest.mark.parametrize(("family", "prefill", "decode", "lane", "is_forked"), PAIRS)
+@pytest.mark.parametrize(("family", "prefill", "decode", "lane"), PAIRS)
 def test_equals_a_single_process_while_the_cache_grows(
     family: str,
     prefill: str,
     decode: str,
     lane: str,
-    is_forked: bool,
     models: Callable[[str], Path],
-    fork_server: ForkServer,
 ) -> None:
     done, result = demo(
         "--model", str(models(family)), "--lane", lane, "--max-new-tokens", "24",
         "--layout-prefill", prefill, "--layout-decode", decode,
-        server=fork_server if is_forked else None,
     )  # fmt: skip
     assert done.code == 0, done
     assert result["ok"]

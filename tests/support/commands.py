@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 TINY_MODEL = ROOT / "kvxfer" / "model" / "tiny"
@@ -43,19 +43,7 @@ def run(*command: str, timeout_s: float = 120.0, **environment: str) -> Finished
     return Finished(done.returncode, done.stdout, done.stderr)
 
 
-class Server(Protocol):
-    """A `support.fork_server`."""
-
-    def run(self, module: str, *arguments: str, timeout_s: float) -> Finished: ...
-
-
-def demo(
-    *options: str, timeout_s: float = 150.0, server: Server | None = None
-) -> tuple[Finished, dict[str, Any]]:
-    """`kvxfer demo --json` and what it printed; forked where there is a `server`."""
-    command = ("demo", "--json", *options)
-    if server is not None:
-        done = server.run("kvxfer.cli", *command, timeout_s=timeout_s)
-    else:
-        done = run(*KVXFER, *command, timeout_s=timeout_s)
+def demo(*options: str, timeout_s: float = 150.0) -> tuple[Finished, dict[str, Any]]:
+    """`kvxfer demo --json` and what it printed."""
+    done = run(*KVXFER, "demo", "--json", *options, timeout_s=timeout_s)
     return done, json.loads(done.out) if done.out else {}
