@@ -64,10 +64,10 @@ def with_section(text: str, results: Path, name: str = "README.md") -> str:
         raise UsageError("readme", name, f"needs one line {BEGIN!r}, and after it one {END!r}")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{section_of(_read_all(results))}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{section_of(read_all(results))}\n\n{END}{after}"
 
 
-def _read_all(directory: Path) -> dict[str, list[Result]]:
+def read_all(directory: Path) -> dict[str, list[Result]]:
     """By name, all files but whole reports of `kvxfer bench connectors`, which hold no figures."""
     from kvxfer.bench.connectors.report import is_report
     from kvxfer.bench.results import read_results

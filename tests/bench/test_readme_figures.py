@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.bench.readme import BEGIN, END, ReadmeOptions, run_readme
+from kvxfer.bench.readme import BEGIN, END, ReadmeOptions, read_all, run_readme
 from kvxfer.bench.readme_tables import section_of
-from kvxfer.bench.results import Result, read_results
+from kvxfer.bench.results import Result
 from kvxfer.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +100,7 @@ def test_a_readme_without_its_markers_is_left_alone(copied: ReadmeOptions) -> No
 
 
 def test_every_missed_bar_is_told() -> None:
-    results = {path.stem: read_results(path) for path in RESULTS.glob("*.json")}
+    results = read_all(RESULTS)
     missed = sum(not one.ok for found in results.values() for one in found)
     assert missed > 0
     told = section_of(results).count("**missed**") - 1  # the introduction says what it means
