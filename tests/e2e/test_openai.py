@@ -2,7 +2,8 @@
 
 Every hand-over's KV is compared with the same model's in this process, by digest, and every token:
 where one differs, the two likeliest next tokens must be closer than EPSILON, since batches of
-another shape round otherwise.
+another shape round otherwise. For the same reason a block may differ that was not handed over,
+since decode had it: it must be one that decode wrote while it answered an earlier prompt.
 """
 
 from __future__ import annotations
@@ -56,6 +57,33 @@ class Asked:
     output: list[int] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
     pair: tuple[str, str] = ("", "")
+
+
+class DecodedBlocks:
+    """Whole blocks whose last tokens a decode worker computed one by one, and may have kept."""
+
+    def __init__(self, requests: list[Asked]) -> None:
+        self._found: set[Any] = set()
+        for one in requests:
+            tokens = [*one.prompt, *one.output[:-1]]
+            first = len(one.prompt) // CHUNK + 1
+            for count in range(first, len(tokens) // CHUNK + 1):
+                self._found.add(_beginning(one.pair, tokens, count))
+
+    def differing(self, asked: Asked, digests: list[str]) -> int:
+        """How many of `asked`'s blocks have not the KV of `digests`: each has to be one of these,
+        and the last one, which is always handed over, none."""
+        pairs = enumerate(zip(asked.digests, digests, strict=True), 1)
+        differing = [count for count, (ours, theirs) in pairs if ours != theirs]
+        for count in differing:
+            is_last = count * CHUNK >= len(asked.prompt)
+            decoded = _beginning(asked.pair, asked.prompt, count) in self._found
+            assert decoded and not is_last, f"block {count - 1} of {asked}"
+        return len(differing)
+
+
+def _beginning(pair: tuple[str, str], tokens: list[int], num_blocks: int) -> Any:
+    return pair[1], tuple(tokens[: num_blocks * CHUNK])
 
 
 class SingleProcess:
@@ -151,9 +179,10 @@ def test_many_mixed_prompts_are_answered_as_by_one_process(
     with client(served) as mine, ThreadPoolExecutor(CONCURRENCY) as pool:
         list(pool.map(lambda one: send(mine, one, template, tokenizer), wanted))
     single, differing = SingleProcess(), 0
+    decoded, rounded = DecodedBlocks(wanted), 0
     for one in wanted:
         answer, digests = single.answer(one)
-        assert one.digests == digests, one
+        rounded += decoded.differing(one, digests)
         if one.output == answer:
             continue
         pairs = enumerate(zip(one.output, answer, strict=True))
@@ -166,8 +195,11 @@ def test_many_mixed_prompts_are_answered_as_by_one_process(
     assert len(by_pair) == 4, "each with each"
     with capsys.disabled():
         blocks = sum(len(one.digests) for one in wanted)
-        print(f"\n{len(wanted)} prompts, {blocks} blocks equal, {differing} answers differ where"
-              f" logits are within {EPSILON:g}; pairs: {dict(by_pair)}")  # fmt: skip
+        print(
+            f"\n{len(wanted)} prompts, {blocks - rounded} of {blocks} blocks equal, the others were"
+            f" decode's own; {differing} answers differ where logits are within {EPSILON:g};"
+            f" pairs: {dict(by_pair)}"
+        )
 
 
 def test_what_is_cancelled_leaves_nothing(served: Served) -> None:
