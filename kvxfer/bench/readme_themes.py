@@ -111,6 +111,51 @@ TRANSFER = Theme(
     ),
 )
 
+_Lanes = tuple[tuple[str, str], ...]
+"""The connector and operation as metrics have them, and the memory that is left out of them."""
+
+
+def _side_by_side(file: str, where: str, copy: str, batch: int, lanes: _Lanes) -> list[Matrix]:
+    """Shares and rates of `lanes`, of transfers of `batch` blocks."""
+    found = []
+    for caption, value in (("GB/s", "rate"), (f"share of {copy}", f"share of {copy}")):
+        lines = [
+            Line(
+                file,
+                f"{lane}, {where}, LBHNC>LBHNC, {memory}, {batch} × {{size}}: {value}",
+                f"`{lane}`, {memory}",
+            )
+            for lane, memory in lanes
+        ]
+        found.append(Matrix(caption, tuple(lines)))
+    return found
+
+
+_GROWABLE, _FIXED = "chunks of 64MiB", "fixed memory"
+_ON_HOST = tuple(
+    (f"{name} {operation}", _GROWABLE)
+    for name in ("nixl", "peer", "staged", "mooncake", "offload")
+    for operation in ("WRITE", "READ")
+    if (name, operation) != ("peer", "WRITE")
+)
+_ON_ONE_GPU = (
+    ("nixl READ", _FIXED),
+    ("nixl READ", _GROWABLE),
+    ("nixl:UCX_RMA_PPLN_ENABLE=n READ", _GROWABLE),
+    ("staged READ", _GROWABLE),
+    ("peer READ", _GROWABLE),
+)
+CONNECTORS = Theme(
+    "Connectors side by side",
+    "As `kvxfer bench connectors` measures them: blocks of four layers at random places, by what "
+    "lies side by side of a block in a layer. WRITE is a push and READ a pull. First 16 blocks "
+    "a transfer between two processes on the host, then 64 within one GPU.",
+    (
+        *_side_by_side("bench-connectors-cpu", "DRAM to DRAM", "memcpy", 16, _ON_HOST),
+        *_side_by_side("bench-connectors-one-gpu", "VRAM to VRAM", "device copy", 64, _ON_ONE_GPU),
+    ),
+)
+
 HAND_OVER = Theme(
     "Hand-over",
     "What handing a prompt over costs besides the model, and what KV under way costs others.",
@@ -199,4 +244,4 @@ CORRECTNESS = Theme(
     ),
 )  # fmt: skip
 
-THEMES = (TRANSFER, HAND_OVER, SERVING, MEMORY, CORRECTNESS)
+THEMES = (TRANSFER, CONNECTORS, HAND_OVER, SERVING, MEMORY, CORRECTNESS)

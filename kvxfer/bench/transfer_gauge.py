@@ -17,13 +17,15 @@ class Gauge:
 
     def seconds(self, source: str, target: str, size_bytes: int) -> float:
         """How long `size_bytes` from device `source` to device `target` take, from the call to
-        the last byte: copy engines between GPUs, memmove in this thread between host buffers."""
+        the last byte: copy engines between GPUs, memmove in this thread between host buffers. Of
+        GPUs the second of two copies, since the first one wakes an idle device."""
         origin = self._buffer("source", source, size_bytes)
         goal = self._buffer("target", target, size_bytes)
         if source == target == "cpu":
             start = time.perf_counter()
             ctypes.memmove(goal.data_ptr(), origin.data_ptr(), size_bytes)
             return time.perf_counter() - start
+        goal.copy_(origin)
         _synchronize(source, target)
         start = time.perf_counter()
         goal.copy_(origin)

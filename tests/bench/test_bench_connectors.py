@@ -37,6 +37,7 @@ from kvxfer.bench.connectors.shapes import Ends, shapes_of
 from kvxfer.bench.connectors.summary import latency_of
 from kvxfer.bench.connectors.sweep import sizes_of, sweep_of
 from kvxfer.bench.connectors.values import size_of, size_text
+from kvxfer.bench.results import read_results
 from kvxfer.bench.transfer_serve import serve
 from kvxfer.cache.layout import GroupGeometry, KVCacheLayout
 from kvxfer.cli import app
@@ -230,6 +231,29 @@ def test_a_tiny_sweep_is_measured_shown_and_kept(threads, tmp_path: Path, capsys
         assert text in " ".join(printed.split())
 
 
+def test_a_share_below_the_bar_is_kept_as_missed(threads, tmp_path: Path) -> None:
+    report, figures = tmp_path / "report.json", tmp_path / "figures.json"
+    words = [*TINY, "--connectors", "loopback", "--json", str(report), "--figures", str(figures)]
+    assert bench(*words, "--bar", "100") == 1
+    rows, found = read_report(report).rows, read_results(figures)
+    shares = {one.metric: one for one in found if one.unit == "×"}
+    metric = "loopback WRITE, DRAM to DRAM, LBHNC>LBHNC, chunks of 64MiB, 3 × 4KiB: share of memcpy"
+    assert (shares[metric].bar, shares[metric].ok, shares[metric].runs) == (100, False, 2)
+    assert [one.value for one in shares.values()] == [row.share.median for row in rows]
+    rates = [one for one in found if one.unit == "GB/s"]
+    assert [one.value for one in rates] == [row.gb_per_s.median for row in rows]
+    assert bench(*words) == 0
+    assert {one.bar for one in read_results(figures)} == {None}
+
+
+def test_peer_is_not_asked_to_map_what_has_no_chunks() -> None:
+    options = ConnectorsOptions(connectors="peer,nixl", chunk_sizes="fixed,64MiB")
+    sweep = sweep_of(options, 0)
+    found = {(trial.lane.name, trial.kind.chunk_bytes > 0) for trial in sweep.trials}
+    assert found == {("peer", True), ("nixl", True), ("nixl", False)}
+    assert [one.split(":")[0] for one in sweep.problems] == ["peer"]
+
+
 def test_layouts_ranks_and_chunks_arrive(threads, tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     words = ["--connectors", "loopback", "--batch_sizes", "2", "--num_iter", "1"]
@@ -380,6 +404,9 @@ def test_places_are_the_same_for_every_connector() -> None:
         (["--tensor-parallel-sizes", "1:16"], "tensor_parallel_sizes"),
         (["--chunk-sizes", "1000"], "chunk_sizes: '1000'"),
         (["--total_buffer_size", "1MiB"], "total_buffer_size: '1MiB'"),
+        (["--connectors", "peer", "--chunk-sizes", "fixed"], "chunk_sizes: 'fixed'"),
+        (["--bar", "-0.1"], "bar: -0.1"),
+        (["--figures", "/"], "figures: '/'"),
         (["--num_iter", "0"], "num_iter: 0"),
         (["--warmup_iter", "-1"], "warmup_iter: -1"),
         (["--num-layers", "0"], "num_layers: 0"),

@@ -16,6 +16,8 @@ ACROSS = ("nixl", "staged", "mooncake")
 """Of those, the ones that reach another machine."""
 STAGED = frozenset({"staged", "offload"})
 """Those that go through memory that is not the cache's."""
+CHUNKS_ONLY = frozenset({"peer"})
+"""Those that map the chunks of memory that grows: a plain allocation has none."""
 NEEDS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "nixl": (("nixl",), "pip install nixl==1.5.1"),
     "staged": (("nixl",), "pip install nixl==1.5.1"),
@@ -42,6 +44,10 @@ class Lane:
     @property
     def mode(self) -> str:
         return "staged" if self.module in STAGED else "direct"
+
+    def can_move(self, chunk_bytes: int) -> bool:
+        """Whether it moves memory of such chunks; 0: one plain allocation."""
+        return chunk_bytes > 0 or self.module not in CHUNKS_ONLY
 
 
 def lanes_of(words: str, backend: str, *, is_far: bool = False) -> tuple[list[Lane], list[str]]:

@@ -77,6 +77,11 @@ class ConnectorsOptions:
     """Keep the report in this file, from the first row on."""
     csv: Path | None = None
     """Keep the rows in this file, from the first one on."""
+    figures: Path | None = None
+    """Keep each kind's rate and share of the machine's own copy in this file, as the other benches
+    keep their figures."""
+    bar: float = 0.0
+    """What every kind's share is to reach: exit code 1 where one does not (0: nothing)."""
     html: Path | None = None
     """Draw the report in this file, which needs no other."""
     compare: tuple[Path, Path] | None = None

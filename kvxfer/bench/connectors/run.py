@@ -37,7 +37,7 @@ def run_connectors(options: ConnectorsOptions) -> int:
         from kvxfer.bench.connectors.listen import listen
 
         return listen(options)
-    check_files(json=options.json, csv=options.csv, html=options.html)
+    check_files(json=options.json, csv=options.csv, html=options.html, figures=options.figures)
     sweep = sweep_of(options, count_gpus())
     check_memory(sweep, free_memory(sweep.devices), is_far=bool(options.peer))
     with ExitStack() as undo:
@@ -52,10 +52,12 @@ def run_connectors(options: ConnectorsOptions) -> int:
 
 
 def _run(options: ConnectorsOptions, sweep: Sweep, make_pair: MakePair, machine: str) -> int:
+    from kvxfer.bench.connectors.figures import figures_of
     from kvxfer.bench.record import command_line
+    from kvxfer.bench.report import write_figures
 
     ceilings = Ceilings(is_far=bool(options.peer))
-    command = command_line("connectors", replace(options, csv=None, html=None))
+    command = command_line("connectors", replace(options, csv=None, html=None, figures=None))
     journal = Journal(command, machine, sweep, ceilings, (options.json, options.csv))
     rounds = Rounds(options.warmup_iter, options.num_iter, options.check_consistency)
     is_complete = False
@@ -75,7 +77,10 @@ def _run(options: ConnectorsOptions, sweep: Sweep, make_pair: MakePair, machine:
                 from kvxfer.bench.connectors.html import write_html
 
                 write_html(report, options.html)
-    return 0 if is_complete else 1
+    figures = figures_of(report, options.bar)
+    if options.figures is not None:
+        write_figures(options.figures, figures, report.command, report.machine)
+    return 0 if is_complete and all(figure.ok for figure in figures) else 1
 
 
 @dataclass(slots=True)

@@ -77,8 +77,9 @@ def sweep_of(options: ConnectorsOptions, num_gpus: int) -> Sweep:
     for name in ("num_iter", "num_layers", "num_kv_heads"):
         if getattr(options, name) < 1:
             raise UsageError(name, getattr(options, name), "must be at least 1")
-    if options.warmup_iter < 0:
-        raise UsageError("warmup_iter", options.warmup_iter, "is negative")
+    for name in ("warmup_iter", "bar"):
+        if not getattr(options, name) >= 0:
+            raise UsageError(name, getattr(options, name), "must be at least 0")
     lanes, problems = lanes_of(options.connectors, options.backend, is_far=bool(options.peer))
     modes = listed("modes", options.modes, one_of("direct", "staged"))
     chosen = [lane for lane in lanes if lane.mode in modes]
@@ -87,6 +88,15 @@ def sweep_of(options: ConnectorsOptions, num_gpus: int) -> Sweep:
     memories = _memories(options, num_gpus)
     gpus = _gpus(options, num_gpus, memories)
     trials = list(_trials(options, chosen, memories, gpus))
+    measured = {trial.lane for trial in trials}
+    chunks = listed("chunk_sizes", options.chunk_sizes, chunk_of)
+    for lane in chosen:
+        if all(lane.can_move(chunk) for chunk in chunks):
+            continue
+        reason = f"{lane.name} maps the chunks of memory that grows: fixed memory has none"
+        if options.connectors and lane not in measured:
+            raise UsageError("chunk_sizes", options.chunk_sizes, reason)
+        problems.append(f"{lane.name}: fixed memory not measured: it has no chunks to map")
     settings: dict[str, str | int | float] = {
         "num_iter": options.num_iter,
         "warmup_iter": options.warmup_iter,
@@ -161,6 +171,8 @@ def _trials(
     chunks = listed("chunk_sizes", options.chunk_sizes, chunk_of)
     ends = ends_of(options.layouts, options.tensor_parallel_sizes)
     for memory, lane, one, chunk, block in itertools.product(memories, lanes, ends, chunks, blocks):
+        if not lane.can_move(chunk):
+            continue
         shapes = shapes_of(block, one, options.num_layers, options.num_kv_heads)
         capacity = _capacity(options, shapes, max(batches))
         for operation, batch in itertools.product(operations, batches):
