@@ -88,13 +88,13 @@ def sweep_of(options: ConnectorsOptions, num_gpus: int) -> Sweep:
     memories = _memories(options, num_gpus)
     gpus = _gpus(options, num_gpus, memories)
     trials = list(_trials(options, chosen, memories, gpus))
-    measured = {trial.lane for trial in trials}
+    measured = {trial.lane.name for trial in trials}
     chunks = listed("chunk_sizes", options.chunk_sizes, chunk_of)
     for lane in chosen:
         if all(lane.can_move(chunk) for chunk in chunks):
             continue
         reason = f"{lane.name} maps the chunks of memory that grows: fixed memory has none"
-        if options.connectors and lane not in measured:
+        if options.connectors and lane.name not in measured:
             raise UsageError("chunk_sizes", options.chunk_sizes, reason)
         problems.append(f"{lane.name}: fixed memory not measured: it has no chunks to map")
     settings: dict[str, str | int | float] = {
