@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvxfer.bench.connectors.naming import digits_of, size_name
-from kvxfer.bench.readme_themes import SIZES, THEMES, Counts, Line, Matrix, Table, Theme
+from kvxfer.bench.readme_themes import THEMES, Counts, Line, Matrix, Table, Theme
 from kvxfer.bench.results import Result
 from kvxfer.errors import UsageError
 
@@ -88,19 +88,23 @@ def _label(line: Line, result: Result) -> str:
 
 
 def _matrix(table: Matrix, results: Results, shown: Shown) -> Part:
-    rows: list[list[str]] = []
     used: Used = []
+    cells: list[list[Result | None]] = []
     for line in table.lines:
         by_metric = {result.metric: result for result in _of_file(line.file, results)}
-        cells = [by_metric.get(line.metric.format(size=size)) for size in SIZES]
-        found = [cell for cell in cells if cell is not None]
+        cells.append([by_metric.get(line.metric.format(size=size)) for size in table.sizes])
+        found = [cell for cell in cells[-1] if cell is not None]
         if not found:
             raise _nothing(line)
         shown.add(line.file, found)
         used += [(line.file, result) for result in found]
-        rows.append([line.label, *("" if cell is None else _cell(cell) for cell in cells)])
-    sizes = [size.replace("KiB", " KiB").replace("MiB", " MiB") for size in SIZES]
-    return _markdown((table.caption, *sizes), rows), used
+    kept = [index for index, column in enumerate(zip(*cells, strict=True)) if any(column)]
+    rows = [
+        [line.label, *("" if (cell := row[index]) is None else _cell(cell) for index in kept)]
+        for line, row in zip(table.lines, cells, strict=True)
+    ]
+    names = [re.sub(r"(?<=[0-9])(?=[KM]iB)", " ", table.sizes[index]) for index in kept]
+    return _markdown((table.caption, *names), rows), used
 
 
 def _counts(table: Counts, results: Results, shown: Shown) -> Part:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SIZES = ("4KiB", "16KiB", "64KiB", "256KiB", "1MiB", "2MiB")
-"""Columns of tables over the size of a run."""
+"""Columns of tables over the size of a run, as metrics have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A row for each line, a column for each size of a run."""
+    """A row for each line, a column for each size that any of them has."""
 
     caption: str
     lines: tuple[Line, ...]
+    sizes: tuple[str, ...] = SIZES
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,46 @@ CONNECTORS = Theme(
     ),
 )
 
+
+def _growth(file: str, sizes: tuple[str, ...], lanes: tuple[str, ...]) -> list[Matrix]:
+    """Times of `lanes`, with what a growth does to those of transfers under way."""
+    shown = (
+        ("ms until new memory is usable", "growth: until usable"),
+        ("ms until a transfer into it is verified", "growth: until the first verified transfer"),
+        ("p95 of transfers meanwhile, to that before and after",
+         "transfers in flight, the far end grows: p95 of time during to before and after"),
+        ("ms to shrink back", "shrink: all"),
+        ("ms from sleep until usable", "wake: until usable"),
+    )  # fmt: skip
+    return [
+        Matrix(
+            caption,
+            tuple(Line(file, f"{lane} {{size}}: {metric}", f"`{lane}`") for lane in lanes),
+            sizes,
+        )
+        for caption, metric in shown
+    ]
+
+
+GROWTH = Theme(
+    "Growth, step by step",
+    "`kvxfer bench growth`: a cache grows by so much while a peer moves KV into and out of it; "
+    "usable is committed, registered, told to the peer and acknowledged. On the host, then on one "
+    "GPU.",
+    (
+        *_growth(
+            "bench-growth-cpu",
+            ("16 MiB", "64 MiB", "256 MiB"),
+            ("peer/pull", "nixl/push", "nixl/pull", "staged/push", "staged/pull"),
+        ),
+        *_growth(
+            "bench-growth-one-gpu",
+            ("1024 MiB", "8192 MiB"),
+            ("peer/pull", "nixl/pull", "staged/pull"),
+        ),
+    ),
+)
+
 HAND_OVER = Theme(
     "Hand-over",
     "What handing a prompt over costs besides the model, and what KV under way costs others.",
@@ -174,6 +215,28 @@ HAND_OVER = Theme(
         ),
     ),
 )
+
+LOAD = Theme(
+    "Load",
+    "`kvxfer bench serving`: the bundled model on two cores, one prefill and one decode worker "
+    "against a single process that has both cores; each alone on the machine.",
+    (
+        List(
+            (
+                Line("bench-serving-cpu", r"serving, (P/D|single): (ttft, (?:median|p99))",
+                     r"\1: \2"),
+                Line("bench-serving-cpu", r"serving, (P/D|single): (itl, (?:median|p99))",
+                     r"\1: \2"),
+                Line("bench-serving-cpu", r"serving, (P/D|single): (throughput, output tokens)",
+                     r"\1: \2"),
+                Line("bench-serving-cpu", r"serving, (P/D|single): (goodput, requests)",
+                     r"\1: \2"),
+                Line("bench-serving-cpu", r"serving, P/D: (KV hand-over, .*)", r"\1"),
+                Line("bench-serving-cpu", r"serving, (verified: .*|P/D: of .* failed)", r"\1"),
+            )
+        ),
+    ),
+)  # fmt: skip
 
 SERVING = Theme(
     "The HTTP front",
@@ -244,4 +307,4 @@ CORRECTNESS = Theme(
     ),
 )  # fmt: skip
 
-THEMES = (TRANSFER, CONNECTORS, HAND_OVER, SERVING, MEMORY, CORRECTNESS)
+THEMES = (TRANSFER, CONNECTORS, GROWTH, HAND_OVER, LOAD, SERVING, MEMORY, CORRECTNESS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,10 @@ def command_line(name: str, options: Any) -> str:
         default = field.default if field.default is not MISSING else None
         if value == default or field.name == "json":
             continue
-        text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        words.append(f"--{field.name.replace('_', '-')} {text}")
+        flag = field.name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+            continue
+        values = map(str, value) if isinstance(value, tuple) else [str(value)]
+        words.append(f"--{flag} {shlex.join(values)}")
     return " ".join(words)

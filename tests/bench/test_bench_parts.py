@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +25,11 @@ from kvxfer.bench.service_load import (
     sample_nucleus,
     spread_tables,
 )
+from kvxfer.bench.serving.options import ServingOptions
 from kvxfer.bench.share_trial import largest_surviving
 from kvxfer.bench.stress import StressOptions
 from kvxfer.cache.spec import GroupKind, KVCacheSpec
+from kvxfer.cli import app
 from kvxfer.errors import ModelOutOfMemory, OutOfMemory, UsageError
 from kvxfer.model.random_weights import write_random_model
 from kvxfer.model.sampling import nucleus
@@ -181,6 +184,16 @@ def test_a_journal_goes_on_with_its_own_command(tmp_path: Path) -> None:
 def test_a_command_line_names_what_is_not_the_default() -> None:
     options = StressOptions(sequences=4, device="cpu", json=Path("x.json"))
     assert command_line("stress", options) == "kvxfer bench stress --device cpu --sequences 4"
+
+
+def test_a_command_line_can_be_typed_again() -> None:
+    options = ServingOptions(
+        model="a b", verify=True, ignore_eos=False, worker_args="--block-size 8"
+    )
+    words = shlex.split(command_line("serving", options))
+    assert words[:3] == ["kvxfer", "bench", "serving"]
+    _, bound, _ = app.parse_args(words[1:], exit_on_error=False, print_error=False)
+    assert bound.arguments["options"] == options
 
 
 def test_what_says_that_memory_did_not_suffice() -> None:

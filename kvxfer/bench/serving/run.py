@@ -6,7 +6,6 @@ import asyncio
 import math
 import os
 import resource
-import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -245,8 +244,7 @@ class _Run:
 
 def _command(options: ServingOptions) -> str:
     """To be typed again; without the key."""
-    quoted = shlex.quote(options.worker_args) if options.worker_args else ""
-    return command_line("serving", replace(options, api_key="", worker_args=quoted))
+    return command_line("serving", replace(options, api_key=""))
 
 
 async def _counts(client: Client, service: Service) -> list[KvCounts]:
