@@ -23,6 +23,7 @@ from kvxfer.errors import CacheAwake, CacheSleeps
 from kvxfer.memory.chunks import Chunk
 from kvxfer.memory.driver import VmmDriver
 from kvxfer.memory.extensible_tensor import ExtensibleTensor, tensor_over
+from kvxfer.memory.steps import Steps, finished
 from kvxfer.memory.virtual_buffer import VirtualBuffer
 
 
@@ -77,13 +78,18 @@ class KVCache:
 
         Raises CapacityExceeded beyond the reservation. Fewer than are committed: adds nothing.
         """
+        return finished(self.extending(num_blocks))
+
+    def extending(self, num_blocks: Sequence[int]) -> Steps[Extension]:
+        """As `extend`, a chunk a step; until its end the cache is as before, and nothing but its
+        contents changes."""
         self._check_awake(f"it cannot be extended to {list(num_blocks)} blocks")
         ends = [group.end_for(n) for group, n in zip(self._groups, num_blocks, strict=True)]
         self.buffer.decommit(self._beyond([group.size for group in self._groups]))
         old_blocks = self.committed_blocks
         missing = [group.missing(end) for group, end in zip(self._groups, ends, strict=True)]
         ranges = [one for group in missing for one in group]
-        chunks = self.buffer.commit(ranges) if ranges else ()
+        chunks = (yield from self.buffer.committing(ranges)) if ranges else ()
         self._set_sizes(ends)
         return Extension(old_blocks, self.committed_blocks, chunks)
 

@@ -17,6 +17,7 @@ from kvxfer.errors import CacheError, CapacityExceeded, DriverError, MemoryPinne
 from kvxfer.memory.chunks import LARGEST_CHUNK, Chunk, chunk_sizes, largest_for
 from kvxfer.memory.driver import VmmDriver
 from kvxfer.memory.ranges import Range, merged, without
+from kvxfer.memory.steps import Steps, finished
 
 Copy = Callable[[int, int, int], None]
 """Copies (to address, from address, size in bytes), and is done with it when it returns."""
@@ -89,6 +90,11 @@ class VirtualBuffer:
         DriverError or OutOfMemory; in every case nothing has changed. (Should the driver refuse
         the undoing as well, its error is raised and what could not be undone stays in `chunks`.)
         """
+        return finished(self.committing(ranges))
+
+    def committing(self, ranges: Sequence[tuple[int, int]]) -> Steps[tuple[Chunk, ...]]:
+        """As `commit`, a chunk a step: `chunks` has all of them at the end. Until then nothing else
+        is committed; what is there already may be used, and released."""
         base = self.base_address
         pieces = self._pieces(self._checked(ranges))
         made: list[Chunk] = []
@@ -97,6 +103,7 @@ class VirtualBuffer:
                 chunk = Chunk(offset, size, self._driver.commit(base + offset, size))
                 undo.callback(self._undo_commit, chunk)
                 made.append(chunk)
+                yield
             undo.pop_all()
         self._set_chunks((*self._chunks, *made))
         self._tombstones = without(self._tombstones, pieces)

@@ -14,6 +14,7 @@ from typing import Protocol
 from kvxfer.cache.kv_cache import Extension, KVCache
 from kvxfer.control.facts import RankFacts
 from kvxfer.errors import KvxferError
+from kvxfer.memory.steps import Steps, finished
 from kvxfer.transfer.connector import Connector, Direction, TicketResult
 from kvxfer.transfer.lanes import Lane
 from kvxfer.transfer.multi import MultiConnector
@@ -62,9 +63,9 @@ class WorkerTransfer(Protocol):
     def invite(self, count: int) -> list[list[bytes]]:
         """By rank, `count` one-time rights to connect. Any thread may call."""
 
-    def grow(self, num_blocks: Sequence[int]) -> Growth:
+    def growing(self, num_blocks: Sequence[int]) -> Steps[Growth]:
         """Extend every rank's cache, or wake it up, and register the new chunks: on all, or on
-        none."""
+        none. Transfers may go on between the steps."""
 
     def release(self, regions: Sequence[Region], release: Callable[[], object]) -> object:
         """Deregister `regions`, then `release` their memory."""
@@ -133,13 +134,17 @@ class RankTransfer:
         return [[self.connector.invite() for _ in range(count)]]
 
     def grow(self, num_blocks: Sequence[int]) -> Growth:
+        """All of `growing`."""
+        return finished(self.growing(num_blocks))
+
+    def growing(self, num_blocks: Sequence[int]) -> Steps[Growth]:
         cache = self.cache
         with ExitStack() as undo:
             if cache.is_asleep:
                 extension = cache.wake()
                 undo.callback(cache.sleep)
             else:
-                extension = cache.extend(num_blocks)
+                extension = yield from cache.extending(num_blocks)
                 undo.callback(cache.retract, extension)
             known = set(self._registered)
             chunks = [Region(chunk.offset, chunk.size) for chunk in cache.buffer.chunks]

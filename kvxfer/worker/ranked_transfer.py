@@ -10,6 +10,7 @@ from functools import partial
 
 from kvxfer.control.facts import RankFacts
 from kvxfer.errors import CacheError
+from kvxfer.memory.steps import Steps
 from kvxfer.transfer.connector import Connector, TicketResult
 from kvxfer.transfer.lanes import Lane
 from kvxfer.transfer.plan_parts import MoveParts
@@ -42,7 +43,9 @@ class RankedTransfer:
     def invite(self, count: int) -> list[list[bytes]]:
         return self._group.call("invite", count)
 
-    def grow(self, num_blocks: Sequence[int]) -> Growth:
+    def growing(self, num_blocks: Sequence[int]) -> Steps[Growth]:
+        """In one step: the ranks grow at the same time."""
+        yield from ()
         grown = self._group.grow(num_blocks)
         first = self._group.host.newest_growth
         updates = tuple(one.update for one in grown)

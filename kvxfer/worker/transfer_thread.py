@@ -160,8 +160,8 @@ class TransferThread(WorkThread):
         failed: Callable[[KvxferError], None],
     ) -> None:
         """Extend the cache, or wake it up if it sleeps, and register the new chunks: both, or
-        neither."""
-        self.submit(lambda: self._ranks.grow(num_blocks), done, failed)
+        neither. Transfers go on meanwhile."""
+        self.submit_steps(lambda: self._ranks.growing(num_blocks), done, failed)
 
     def connect(
         self,

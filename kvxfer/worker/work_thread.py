@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from kvxfer.errors import KvxferError, WorkerDied
+from kvxfer.memory.steps import Steps
 from kvxfer.worker.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,8 @@ class WorkThread:
         self._reports = reports
         self._begin = begin
         self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._long: deque[tuple[Steps[Any], Job]] = deque()
+        """Begun, or next to begin, one after the other; each turn takes a step of the first."""
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self) -> None:
@@ -59,8 +63,23 @@ class WorkThread:
     ) -> None:
         self._jobs.put(Job(run, done, failed))
 
+    def submit_steps(
+        self,
+        steps: Callable[[], Steps[T]],
+        done: Callable[[T], None],
+        failed: Callable[[KvxferError], None],
+    ) -> None:
+        """As `submit`, for what takes long: jobs that come later have their turns between its
+        steps. What is not at its end when the thread is to stop fails."""
+
+        def begin() -> None:
+            self._long.append((steps(), Job(begin, done, failed)))
+
+        self.submit(begin, _ignore, failed)
+
     def stop(self, timeout_s: float) -> bool:
-        """Let the jobs before this one end; False if they did not within `timeout_s`."""
+        """Let the jobs before this one end, but give up what has steps left; False if that took
+        longer than `timeout_s`."""
         self._jobs.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -77,19 +96,41 @@ class WorkThread:
         try:
             self._begin()
             while True:
+                wait_s = self.idle()
                 try:
-                    job = self._jobs.get(timeout=self.idle())
+                    job = self._jobs.get(timeout=0 if self._long else wait_s)
                 except queue.Empty:
-                    continue
-                if job is None:
-                    return
-                self._execute(job)
+                    pass
+                else:
+                    if job is None:
+                        self._give_up()
+                        return
+                    self._execute(job)
+                if self._long:
+                    self._step()
         except WorkerDied as error:  # told already, in one line
             self._reports.put(partial(_raise, error))
         except Exception as error:
             logger.exception("thread %s died", self._thread.name)
             reason = f"thread {self._thread.name} died: {type(error).__name__}: {error}"
             self._reports.put(lambda: _raise(WorkerDied(reason)))
+
+    def _step(self) -> None:
+        steps, job = self._long[0]
+        try:
+            next(steps)
+        except StopIteration as end:
+            self._long.popleft()
+            self._reports.put(partial(job.done, end.value))
+        except KvxferError as error:
+            self._long.popleft()
+            self._reports.put(partial(job.failed, error))
+
+    def _give_up(self) -> None:
+        while self._long:
+            steps, job = self._long.popleft()
+            steps.close()
+            self._reports.put(partial(job.failed, KvxferError("given up: the worker ends")))
 
     def _execute(self, job: Job) -> None:
         try:
@@ -100,6 +141,9 @@ class WorkThread:
             self._reports.put(partial(job.failed, error))
         else:
             self._reports.put(lambda: job.done(result))
+
+
+def _ignore(_: object) -> None: ...
 
 
 def _raise(error: KvxferError) -> None:

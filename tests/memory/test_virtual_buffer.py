@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvxfer.errors import CacheError, CapacityExceeded, DriverError
 from kvxfer.memory.chunks import Chunk, chunk_sizes
 from kvxfer.memory.host import HostDriver
+from kvxfer.memory.steps import finished
 from kvxfer.memory.virtual_buffer import VirtualBuffer
 
 G = 4096
@@ -119,6 +120,28 @@ def test_a_commit_that_fails_at_any_step_changes_nothing(buffer, driver, snapsho
         assert snapshot(buffer) == before
     driver.commits_left = steps
     assert len(buffer.commit(ranges)) == steps
+
+
+def test_a_commit_that_is_given_up_after_any_step_changes_nothing(buffer, snapshot):
+    buffer.commit([(0, 2 * G)])
+    before = snapshot(buffer)
+    for taken in range(4):
+        steps = buffer.committing([(3 * G, 13 * G)])
+        for _ in range(taken):
+            next(steps)
+        steps.close()
+        assert snapshot(buffer) == before
+
+
+def test_what_is_there_may_be_used_and_released_while_more_is_committed(buffer):
+    first = buffer.commit([(0, 2 * G)])
+    steps = buffer.committing([(4 * G, 8 * G)])
+    next(steps)
+    assert buffer.chunks == first
+    buffer.decommit(first)
+    new = finished(steps)
+    assert buffer.chunks == new
+    assert buffer.committed == ((4 * G, 8 * G),)
 
 
 def test_what_cannot_be_undone_keeps_its_owner(buffer, driver):

@@ -215,6 +215,50 @@ def test_moves_in_flight_survive_growth(pair):
     assert ended[0].error is None
 
 
+def test_moves_go_on_while_memory_is_committed(pair, monkeypatch):
+    """However long that takes: those that begin meanwhile end before it does."""
+    left, right = pair
+    commit, order, count = left.engine.driver.commit, [], []
+
+    def slow(address, size_bytes):
+        time.sleep(0.02)
+        count.append(size_bytes)
+        return commit(address, size_bytes)
+
+    monkeypatch.setattr(left.engine.driver, "commit", slow)
+    before = left.committed()
+    left.thread.grow([64], lambda growth: order.append("grown"), order.append)
+    for number in range(3):
+        left.until(lambda n=number: len(count) > n)
+        left.thread.move("right", PUSH, plan_between(left, right), order.append)
+        left.until(lambda n=number: len(order) > n)
+    left.until(lambda: "grown" in order)
+    assert order.index("grown") == 3
+    assert [one.error for one in order[:3]] == [None] * 3
+    assert len(count) == len(left.committed() - before) > 3
+
+
+def test_a_growth_that_is_under_way_when_the_worker_ends_is_undone(make_side, monkeypatch):
+    side = make_side(layout="LHBNC")
+    side.grow(8)
+    commit, count, failed = side.engine.driver.commit, [], []
+
+    def slow(address, size_bytes):
+        time.sleep(0.01)
+        count.append(size_bytes)
+        return commit(address, size_bytes)
+
+    monkeypatch.setattr(side.engine.driver, "commit", slow)
+    before = side.committed()
+    side.thread.grow([40], failed.append, lambda error: failed.append(str(error)))
+    side.until(lambda: len(count) > 2)
+    side.thread.close_connector()
+    assert side.thread.stop(5.0)
+    side.until(lambda: bool(failed))
+    assert "closed" in failed[0] or "the worker ends" in failed[0]
+    assert side.committed() == before
+
+
 def test_a_damaged_description_is_told_and_harms_nothing(pair):
     left, right = pair
     told, ended = [], []

@@ -6,6 +6,7 @@ import time
 import weakref
 
 import pytest
+from support.running import wait_until
 
 from kvxfer.errors import ModelError, WorkerDied
 from kvxfer.worker.mailbox import Mailbox
@@ -162,3 +163,70 @@ def test_idle_is_called_between_jobs_and_its_errors_are_told(reports):
         run_reports(reports, lambda: False)
     assert thread.num_idle == 3
     assert thread.stop(5.0)
+
+
+def in_steps(count, seen, end="done"):
+    try:
+        for number in range(count):
+            seen.append(number)
+            yield
+        return end
+    finally:
+        seen.append("left")
+
+
+def test_jobs_have_their_turns_between_the_steps_of_a_long_one(thread, reports):
+    seen, done = [], []
+
+    def steps():
+        for number in range(100):
+            seen.append(number)
+            if number == 1:  # comes while the long one is under way
+                thread.submit(lambda: seen.append("job"), lambda _: None, never)
+            yield
+        return "done"
+
+    thread.submit_steps(steps, done.append, never)
+    run_reports(reports, lambda: bool(done))
+    assert done == ["done"]
+    assert [one for one in seen if one != "job"] == list(range(100))
+    assert 1 < seen.index("job") < 10
+
+
+def test_long_ones_run_one_after_the_other_and_fail_alone(thread, reports):
+    seen, ended = [], []
+
+    def failing():
+        yield
+        fail("no")
+
+    for steps in (lambda: in_steps(3, seen, "first"), failing, lambda: in_steps(2, seen, "last")):
+        thread.submit_steps(steps, ended.append, lambda error: ended.append(str(error)))
+    run_reports(reports, lambda: len(ended) == 3)
+    assert ended == ["first", "no", "last"]
+    assert seen == [0, 1, 2, "left", 0, 1, "left"]
+
+
+def test_what_is_not_at_its_end_is_given_up_when_the_thread_stops(reports):
+    thread, seen, failed = WorkThread("worker-under-test", reports), [], []
+    thread.submit_steps(lambda: in_steps(10**9, seen), never, failed.append)
+    thread.submit_steps(lambda: in_steps(1, []), never, failed.append)
+    thread.start()
+    wait_until(lambda: len(seen) > 5, 10, "it is under way")
+    assert thread.stop(5.0)
+    run_reports(reports, lambda: len(failed) == 2)
+    assert seen[-1] == "left"
+    assert "the worker ends" in str(failed[0])
+
+
+def test_a_bug_in_a_step_ends_in_worker_died(reports):
+    thread = WorkThread("model", reports)
+
+    def steps():
+        yield
+        raise ZeroDivisionError("nought")
+
+    thread.submit_steps(steps, never, never)
+    thread.start()
+    with pytest.raises(WorkerDied, match="thread model died: ZeroDivisionError: nought"):
+        run_reports(reports, lambda: False)
