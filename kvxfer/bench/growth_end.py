@@ -58,7 +58,8 @@ class GrowthEnd:
         self.sets = [list(range(first, first + transfer_blocks)) for first in sets]
         parts.peers.on_lost = lambda peer, reason: self.fail(f"{peer.name} is lost: {reason}")
         self.laps = Laps()
-        self.laps.listen(parts.engine.cache, "extend", "shrink", "sleep")
+        self.laps.listen(parts.engine.cache, "shrink", "sleep")
+        self.laps.listen_to_steps(parts.engine.cache, "extending", "extend")
         calls = ("register", "describe", "connect", "renew", "revoke", "deregister")
         self.laps.listen(parts.engine.connector, *calls)
         self._told = told

@@ -40,6 +40,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvxfer.errors import TransferError
+from kvxfer.memory.steps import Steps
 
 GROW_STEPS = (
     *("extend", "register", "describe", "publish", "connect", "acknowledge"),
@@ -71,6 +72,19 @@ class Laps:
         for name in names:
             setattr(part, name, self._noted(name, getattr(part, name)))
 
+    def listen_to_steps(self, part: object, method: str, name: str) -> None:
+        """The same of one that does it in steps (`memory.steps`), which `name` is for."""
+        steps_of = getattr(part, method)
+
+        def noted(*arguments: Any) -> Steps[Any]:
+            begin_s = time.monotonic()
+            try:
+                return (yield from steps_of(*arguments))
+            finally:
+                self._add(Lap(name, begin_s, time.monotonic()))
+
+        setattr(part, method, noted)
+
     def take(self) -> list[Lap]:
         """Those since the last time, in order of their ends."""
         with self._lock:
@@ -83,10 +97,13 @@ class Laps:
             try:
                 return call(*arguments, **named)
             finally:
-                with self._lock:
-                    self._found.append(Lap(name, begin_s, time.monotonic()))
+                self._add(Lap(name, begin_s, time.monotonic()))
 
         return noted
+
+    def _add(self, lap: Lap) -> None:
+        with self._lock:
+            self._found.append(lap)
 
 
 @dataclass(frozen=True, slots=True)
