@@ -15,6 +15,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections import deque
@@ -40,6 +41,7 @@ LOOK_S = 0.25
 """Between two looks at a worker."""
 LOOK_TIMEOUT_S = 30.0
 """A host that started, and does not answer for so long, is lost: its node may be cut off."""
+CONNECT_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 3.0
 """For a worker's own end (see `kvxfer.launch.local.GRACE_S`); then its actor is killed."""
 LACKING_S = 2.0
@@ -63,6 +65,7 @@ def connected(address: str) -> Iterator[str]:
     if where.startswith("ray://"):
         reason = "Ray Client does not do: run this on a node of the cluster, with the address auto"
         raise UsageError("address", where, reason)
+    _check_reachable(where)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     handlers = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -80,6 +83,19 @@ def connected(address: str) -> Iterator[str]:
         yield str(ray.util.get_node_ip_address())
     finally:
         ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Raise UsageError where nobody listens: Ray would try for more than a minute."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return  # auto, local: Ray knows itself
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S):
+            pass
+    except (OSError, OverflowError) as error:
+        text = getattr(error, "strerror", None) or str(error)
+        raise UsageError("address", address, f"no Ray cluster: {text}") from None
 
 
 def nodes() -> list[Node]:

@@ -1,5 +1,5 @@
-"""What `kvxfer router`, `kvxfer serve` and `kvxfer launch` may be told. vLLM's names where they mean
-the same, and Ray's for what Ray does."""
+"""What `kvxfer router`, `serve` and `launch` may be told. vLLM's names where they mean the same,
+and Ray's for what Ray does."""
 
 from __future__ import annotations
 
