@@ -20,7 +20,7 @@ def check_ray(options: RayOptions, by_role: Mapping[str, WorkerOptions]) -> None
     if not 0 <= options.num_cpus < math.inf:
         raise UsageError("num_cpus", options.num_cpus, "must be 0 or more and finite")
     gpus = options.num_gpus
-    if gpus is not None and not (0 <= gpus <= 1 or (gpus < math.inf and gpus == int(gpus))):
+    if gpus is not None and not (0 <= gpus <= 1 or (1 < gpus < math.inf and gpus == int(gpus))):
         raise UsageError("num_gpus", gpus, "must be a part of one GPU, or a whole number of them")
     for role, given in by_role.items():
         resolve(given, role)

@@ -15,10 +15,10 @@ from support.commands import ROOT
 HEALTH = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
-    "health_check_timeout_ms": 1000,
-    "health_check_failure_threshold": 4,
+    "health_check_timeout_ms": 5000,
+    "health_check_failure_threshold": 3,
 }
-"""Ray's own would see a dead node after 15 s."""
+"""Ray's own would see a dead node after 15 s. One that is only slow to answer is no dead one."""
 NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
 QUESTION = """
 import ray, sys
