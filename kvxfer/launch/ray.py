@@ -73,7 +73,7 @@ def connected(address: str) -> Iterator[str]:
             address=address or None, include_dashboard=None if where else False,
             log_to_driver=False, logging_level=logging.ERROR,
         )  # fmt: skip
-    except (ConnectionError, RuntimeError, ValueError, OSError, AssertionError) as error:
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         ray.shutdown()
         raise UsageError("address", where, f"no Ray cluster: {_line(error)}") from None
     finally:
@@ -133,7 +133,7 @@ class RayHost:
     """The actor's side of it is in the thread; `take` and `stop` are for the others."""
 
     def __init__(self, group: RayGroup, index: int, order: Order, life: int) -> None:
-        self.lost = ""
+        self.lost, self.is_faulty = "", False
         self.group, self.index, self.order, self.life = group, index, order, life
         self.looks: deque[Look] = deque()
         self.wants_stop = False
@@ -165,7 +165,7 @@ class RayCluster:
         self._commands: deque[Callable[[], None]] = deque()
         self._hosts: list[RayHost] = []
         self._groups: list[RayGroup] = []
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvxfer-ray", daemon=True)
 
@@ -187,8 +187,10 @@ class RayCluster:
         return group
 
     def check(self) -> None:
-        if self._failure is not None:
+        if isinstance(self._failure, (ray.exceptions.RayError, ConnectionError)):
             raise KvxferError(f"the Ray cluster is gone: {_line(self._failure)}")
+        if self._failure is not None:
+            raise self._failure
 
     def do(self, command: Callable[[], None]) -> None:
         """In the thread, soon."""
@@ -203,7 +205,7 @@ class RayCluster:
                 time.sleep(TURN_S)
             for group in self._groups:
                 self._give_back(group)
-        except BaseException as error:
+        except Exception as error:  # whatever it is, `check` raises it in the owner's thread
             self._failure = error
 
     def _turn(self, now_s: float) -> None:
@@ -215,9 +217,11 @@ class RayCluster:
             try:
                 self._look_at_host(host, now_s)
             except ray.exceptions.RayActorError as error:
-                self._lose(host, _line(error))
-            except ray.exceptions.RayTaskError as error:
-                self._lose(host, _line(error.cause or error))
+                host.is_faulty = bool(error.actor_init_failed)
+                self._lose(host, _last_line(error) if host.is_faulty else _line(error))
+            except ray.exceptions.RayTaskError as error:  # as where kvxfer cannot be imported
+                host.is_faulty = True
+                self._lose(host, _last_line(error))
 
     def _reserve(self, group: RayGroup) -> None:
         group.group = placement_group([dict(one) for one in group.bundles], self._strategy)
@@ -287,7 +291,13 @@ class RayCluster:
         ray.kill(host.actor, no_restart=True)
 
 
+def _last_line(error: BaseException) -> str:
+    """Of the traceback of a node: what was raised there."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[-1][:MOST_TEXT]
+
+
 def _line(error: BaseException) -> str:
-    """The first lines of it that say something, as one."""
+    """All of it, as one line that is not too long."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= MOST_TEXT else text[: MOST_TEXT - 1] + "…"

@@ -238,7 +238,7 @@ class RayFleet:
         """What logs came since the last `poll`, as at the end."""
         for worker in self.workers:
             for look in worker.host.take() if worker.host is not None else ():
-                worker.log.write(look)
+                _write(worker, look)
 
     def _look_for_room(self, room: Room, now_s: float) -> None:
         if room.is_placed:
@@ -260,7 +260,7 @@ class RayFleet:
     def _look(self, worker: RayWorker, host: Host, now_s: float) -> None:
         for look in host.take():
             worker.pid = look.pid
-            worker.log.write(look)
+            _write(worker, look)
             for step in look.steps:
                 self._on_step(worker.plan.name, step)
             if look.ending:
@@ -269,7 +269,10 @@ class RayFleet:
             if look.is_ready and worker.state is WorkerState.STARTING:
                 self._ready(worker, look, now_s)
         if worker.host is not None and host.lost:
-            self._ended(worker, f"{worker.plan.name}: {host.lost}", None, now_s)
+            why = f"{worker.plan.name}: {host.lost}"
+            if host.is_faulty and not self.was_ready:
+                raise WorkerDied(why)
+            self._ended(worker, why, None, now_s)
         elif worker.state is WorkerState.READY and not worker.is_leaving and now_s >= worker.due_s:
             worker.num_failures = 0
 
@@ -296,3 +299,10 @@ class RayFleet:
         pause = pause_s(worker.num_failures)
         worker.state, worker.due_s = WorkerState.WAITING, now_s + pause
         logger.warning("%s; started again in %g s", why, pause)
+
+
+def _write(worker: RayWorker, look: Look) -> None:
+    try:
+        worker.log.write(look)
+    except OSError as error:  # a full disk is no reason to serve nobody
+        logger.error("%s: its log cannot be written: %s", worker.plan.name, error)

@@ -63,6 +63,10 @@ class Host(Protocol):
     def lost(self) -> str:
         """Why it is not there any more, '' while it is, or is on its way."""
 
+    @property
+    def is_faulty(self) -> bool:
+        """It is lost because it could not do its work, as it would not elsewhere."""
+
     def take(self) -> list[Look]:
         """What it said since the last call, oldest first."""
 

@@ -171,6 +171,26 @@ def test_before_all_were_ready_a_node_that_dies_does_not(fleet: Fleet) -> None:
     fleet.until(lambda: fleet.names(WorkerState.WAITING) == ["prefill-0"])
 
 
+def test_a_host_that_cannot_do_its_work_ends_it_all(fleet: Fleet) -> None:
+    fleet.scripts["decode-0"] = ("sleep=60",)
+    fleet.scale({"prefill": 1, "decode": 1})
+    fleet.poll()
+    host = fleet.cluster.groups[0].hosts[0]
+    host.lose()
+    host.is_faulty = True
+    with pytest.raises(WorkerDied, match="prefill-0: its node died"):
+        fleet.poll()
+
+
+def test_a_log_that_cannot_be_written_ends_nothing(
+    fleet: Fleet, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "prefill-0.log").mkdir()
+    fleet.scale({"prefill": 1, "decode": 1})
+    fleet.until(lambda: fleet.was_ready)
+    assert "prefill-0: its log cannot be written" in caplog.text
+
+
 def test_no_room_is_an_error_at_the_start_and_later_a_line_in_the_log(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,7 +12,7 @@ IP = "127.0.0.1"
 
 class HostHere:
     def __init__(self, order: Order) -> None:
-        self.lost = ""
+        self.lost, self.is_faulty = "", False
         self._host: WorkerHost | None = WorkerHost(order, IP)
 
     def take(self) -> list[Look]:
