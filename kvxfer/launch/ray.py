@@ -24,6 +24,7 @@ from typing import Any
 
 from kvxfer.errors import KvxferError, UsageError
 from kvxfer.launch.ray_host import WorkerHost
+from kvxfer.launch.ray_logs import last_line, one_line
 from kvxfer.launch.ray_seam import Bundle, Look, Node, Order, missing_room
 
 try:
@@ -46,7 +47,6 @@ STOP_TIMEOUT_S = 3.0
 """For a worker's own end (see `kvxfer.launch.local.GRACE_S`); then its actor is killed."""
 LACKING_S = 2.0
 """Between two questions what the cluster has, while room is missing."""
-MOST_TEXT = 300
 
 
 class _Actor(WorkerHost):
@@ -75,7 +75,7 @@ def connected(address: str) -> Iterator[str]:
         )  # fmt: skip
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         ray.shutdown()
-        raise UsageError("address", where, f"no Ray cluster: {_line(error)}") from None
+        raise UsageError("address", where, f"no Ray cluster: {one_line(error)}") from None
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -188,7 +188,7 @@ class RayCluster:
 
     def check(self) -> None:
         if isinstance(self._failure, (ray.exceptions.RayError, ConnectionError)):
-            raise KvxferError(f"the Ray cluster is gone: {_line(self._failure)}")
+            raise KvxferError(f"the Ray cluster is gone: {one_line(self._failure)}")
         if self._failure is not None:
             raise self._failure
 
@@ -218,10 +218,10 @@ class RayCluster:
                 self._look_at_host(host, now_s)
             except ray.exceptions.RayActorError as error:
                 host.is_faulty = bool(error.actor_init_failed)
-                self._lose(host, _last_line(error) if host.is_faulty else _line(error))
+                self._lose(host, last_line(error) if host.is_faulty else one_line(error))
             except ray.exceptions.RayTaskError as error:  # as where kvxfer cannot be imported
                 host.is_faulty = True
-                self._lose(host, _last_line(error))
+                self._lose(host, last_line(error))
 
     def _reserve(self, group: RayGroup) -> None:
         group.group = placement_group([dict(one) for one in group.bundles], self._strategy)
@@ -289,15 +289,3 @@ class RayCluster:
         host.lost = why
         self._hosts.remove(host)
         ray.kill(host.actor, no_restart=True)
-
-
-def _last_line(error: BaseException) -> str:
-    """Of the traceback of a node: what was raised there."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines or [type(error).__name__])[-1][:MOST_TEXT]
-
-
-def _line(error: BaseException) -> str:
-    """All of it, as one line that is not too long."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= MOST_TEXT else text[: MOST_TEXT - 1] + "…"

@@ -1,4 +1,4 @@
-"""The logs of workers elsewhere, each in a file here: NAME.log, with where a line was written."""
+"""What comes from elsewhere, as text here: workers' logs, each in NAME.log, and errors of nodes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from kvxfer.launch.ray_seam import Look
 
 MOST_PARTIAL_BYTES = 64 << 10
 """A line longer than this is cut in two."""
+MOST_TEXT = 300
+"""Characters of an error."""
 
 
 class CollectedLog:
@@ -30,3 +32,15 @@ class CollectedLog:
         prefix = b"" if self._is_json else f"(pid={look.pid}, ip={look.ip}) ".encode()
         with self._path.open("ab") as file:
             file.write(b"".join(prefix + line + b"\n" for line in lines))
+
+
+def last_line(error: BaseException) -> str:
+    """Of the traceback of a node: what was raised there."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[-1][:MOST_TEXT]
+
+
+def one_line(error: BaseException) -> str:
+    """All of it, as one line that is not too long."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MOST_TEXT else text[: MOST_TEXT - 1] + "…"

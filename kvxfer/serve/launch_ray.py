@@ -13,8 +13,9 @@ from pathlib import Path
 from kvxfer.config import LAYOUT_VARIABLE, WorkerOptions
 from kvxfer.control.auth import Keys
 from kvxfer.errors import UsageError
-from kvxfer.launch.ray_fleet import RayFleet, Recipe
+from kvxfer.launch.ray_fleet import RayFleet
 from kvxfer.launch.ray_seam import Bundle, Node, Order
+from kvxfer.launch.ray_workers import Recipe
 from kvxfer.serve.options import RayOptions
 from kvxfer.serve.plan import as_arguments
 from kvxfer.serve.progress import StartScreen
@@ -68,10 +69,7 @@ def run_launch_ray(
         check_hosts(found, ip, keys is not None)
         screen = StartScreen([])
         screen.say(_what_there_is(found))
-        router = Router(
-            worker.peer_timeout_s, survives_loss=True,
-            request_timeout_s=worker.request_timeout_s, keys=keys,
-        )  # fmt: skip
+        router = _router(worker, keys)
         stack.callback(router.close)
         spans = open_spans(worker.otlp_traces_endpoint, "router", "launch")
         stack.callback(spans.close)
@@ -92,6 +90,15 @@ def run_launch_ray(
             start_timeout_s=options.start_timeout_s, announce=announce, on_end=fleet.terminate,
         ).run()  # fmt: skip
     return 0
+
+
+def _router(worker: WorkerOptions, keys: Keys | None) -> Router:
+    return Router(
+        worker.peer_timeout_s,
+        survives_loss=True,
+        request_timeout_s=worker.request_timeout_s,
+        keys=keys,
+    )
 
 
 def _keys(worker: WorkerOptions, by_role: Mapping[str, WorkerOptions]) -> Keys | None:

@@ -14,8 +14,9 @@ from support.ray_here import ClusterHere
 from support.running import wait_until
 
 from kvxfer.errors import DeadlineExceeded, UsageError, WorkerDied
-from kvxfer.launch.ray_fleet import RayFleet, RayWorker, Recipe
+from kvxfer.launch.ray_fleet import RayFleet
 from kvxfer.launch.ray_seam import Order
+from kvxfer.launch.ray_workers import RayWorker, Recipe
 from kvxfer.launch.supervisor import WorkerState
 
 TESTS = Path(__file__).parent.parent
