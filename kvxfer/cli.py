@@ -15,6 +15,7 @@ from kvxfer.bench.commands import bench
 from kvxfer.command import Settings, parse, run_app
 from kvxfer.config import WorkerOptions
 from kvxfer.demo.plan import DemoOptions
+from kvxfer.serve.commands import launch
 from kvxfer.serve.complete import CompleteOptions
 from kvxfer.serve.options import RouterOptions, ServeOptions
 from kvxfer.serve.status import StatusOptions
@@ -26,6 +27,7 @@ app = cyclopts.App(
     result_action="return_value",
 )
 app.command(bench)
+app.command(launch)
 
 
 @app.command

@@ -27,7 +27,7 @@ from cyclopts import Token
 from kvxfer.config import LAYOUT_VARIABLE
 from kvxfer.config_file import (
     HIDDEN,
-    SERVE_KEYS,
+    RAY_KEYS,
     WORKER_KEYS,
     Entry,
     entries_for,
@@ -80,7 +80,7 @@ class Settings:
 
     def _check_variables(self, known: set[str]) -> None:
         """A variable that looks like one of ours, misspelt, is no other program's."""
-        every = {PREFIX + key.upper() for key in {*known, *WORKER_KEYS, *SERVE_KEYS, "config"}}
+        every = {PREFIX + key.upper() for key in {*known, *WORKER_KEYS, *RAY_KEYS, "config"}}
         for name in self.environment.keys() - every:
             if name.startswith(PREFIX) and (hint := near(name, every, cutoff=0.93)):
                 raise UsageError(name, self.environment[name], f"no such option{hint}")

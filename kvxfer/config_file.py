@@ -4,11 +4,11 @@
 | ---                          | ---                                                              |
 | at the top                   | each command that has an option of this name; it must be one of  |
 |                              | some command                                                     |
-| [prefill] [decode] [router]  | this command, and `serve` for its workers and its router; above  |
-|                              | what stands at the top                                           |
+| [prefill] [decode] [router]  | this command, and `serve` and `launch ray` for their workers and |
+|                              | their router; above what stands at the top                       |
 
 Keys are the flags without their dashes in front; - and _ are the same. In [prefill] and [decode],
-`workers` is how many of them `kvxfer serve` starts, as its flags --prefill and --decode are.
+`workers` is how many of them these two start, as their flags --prefill and --decode are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any
 from kvxfer.config import WorkerOptions
 from kvxfer.errors import UsageError
 
-SERVE = "serve"
+STARTERS = frozenset({"serve", "ray"})
+"""Commands that start workers, and a router in front of them."""
 WORKERS = "workers"
 ROLES = ("prefill", "decode", "router")
 
@@ -42,6 +43,9 @@ ROUTER_KEYS = HTTP_KEYS | {
     "peer_keys", "peer_timeout_s", "prefill", "request_timeout_s",
 }  # fmt: skip
 SERVE_KEYS = HTTP_KEYS | {"prefill", "decode", "start_timeout_s", "log_dir"}
+RAY_KEYS = SERVE_KEYS | {
+    "address", "num_cpus", "num_gpus", "placement_group_strategy", "placement_timeout_s",
+}  # fmt: skip
 TABLE_KEYS = {
     "prefill": WORKER_KEYS | {WORKERS},
     "decode": WORKER_KEYS | {WORKERS, "prefill"},
@@ -81,17 +85,17 @@ def entries_for(
 ) -> dict[str, Entry]:
     """What the command `section`, with the options `known`, takes of a file, by plain key.
 
-    `serve` reads [router] as its own and, for the worker that it starts as `serve_as`, that table.
-    Raises UsageError for a key that no command has there, and for one that is given twice.
+    STARTERS read [router] as their own and, for the worker that they start as `serve_as`, that
+    table. Raises UsageError for a key that no command has there, and for one that is given twice.
     """
     content = read_toml(path)
     tables = {key: value for key, value in content.items() if isinstance(value, dict)}
     for name in tables.keys() - set(ROLES):
         raise Entry(f"[{name}]", "a table", str(path)).wrong(f"no such table{near(name, ROLES)}")
     top = {key: value for key, value in content.items() if key not in tables}
-    found = _entries(top, {*known, *WORKER_KEYS, *ROUTER_KEYS, *SERVE_KEYS}, str(path))
+    found = _entries(top, {*known, *WORKER_KEYS, *ROUTER_KEYS, *RAY_KEYS}, str(path))
     found = {key: entry for key, entry in found.items() if key in known}
-    is_serve = section == SERVE
+    is_serve = section in STARTERS
     taken = (serve_as or "router") if is_serve else section
     for name, keys in TABLE_KEYS.items():
         allowed = keys - {*ROLES} if is_serve else keys | {*(known if name == section else ())}

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 from kvxfer.errors import WorkerDied
 from kvxfer.launch.local import LocalLauncher, WorkerProcess
@@ -47,6 +48,39 @@ class WorkerPlan:
     it again."""
 
 
+def pause_s(num_failures: int) -> float:
+    """Before it is started again, having failed so often in a row."""
+    return float(min(PAUSE_MAX_S, PAUSE_S * 2 ** min(num_failures - 1, 16)))
+
+
+class Kept(Protocol):
+    """A worker through all its processes, for whoever tells of it."""
+
+    @property
+    def plan(self) -> WorkerPlan: ...
+    @property
+    def state(self) -> WorkerState: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def num_restarts(self) -> int: ...
+    @property
+    def last_end(self) -> str: ...
+
+
+class Keeper(Protocol):
+    """Keeps workers running, here or elsewhere. One thread."""
+
+    @property
+    def workers(self) -> Sequence[Kept]: ...
+    @property
+    def was_ready(self) -> bool:
+        """Whether all were ready at one time: from then on a death is no reason to give up."""
+
+    def poll(self, now_s: float | None = None) -> None:
+        """Never blocks. Raises KvxferError where what was asked for does not work."""
+
+
 @dataclass
 class Supervised:
     """A worker through all its processes."""
@@ -61,8 +95,12 @@ class Supervised:
     due_s: float = 0.0
     """WAITING: when to start it again; READY: when its failures are forgotten."""
 
+    @property
+    def pid(self) -> int:
+        return self.process.process.pid
+
     def pause_s(self) -> float:
-        return float(min(PAUSE_MAX_S, PAUSE_S * 2 ** min(self.num_failures - 1, 16)))
+        return pause_s(self.num_failures)
 
 
 @dataclass

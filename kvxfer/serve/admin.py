@@ -6,6 +6,8 @@
 | GET /workers              | 200 and its workers                                                 |
 | POST /workers             | {"address": A, "role": "prefill" or "decode"}: 202, it is greeted   |
 | POST /workers/{id}/drain  | 202; it takes nothing new, and leaves once it has finished          |
+| POST /scale               | {"prefill": N, "decode": M}, or one of them: 202 and how many there |
+|                           | are to be; where workers are placed by us (`kvxfer launch`)         |
 
 All want the API key, if there is one. The POSTs are there only where they were enabled: who may
 send them may have the router dial any address that it may dial. Errors have OpenAI's form.
@@ -14,7 +16,7 @@ send them may have the router dial any address that it may dial. Errors have Ope
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -30,6 +32,9 @@ MOST_BODY_BYTES = 64 << 10
 REASON = "an administrator asked for it"
 
 Answer = Callable[[Request], Awaitable[Response]]
+Scale = Callable[[Mapping[str, int]], Mapping[str, int]]
+"""How many workers there shall be, by role; returns how many of each there are to be. Raises
+UsageError, and changes nothing then."""
 
 
 class NewWorker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,12 +43,22 @@ class NewWorker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["prefill", "decode"]
 
 
+class NewNumbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    prefill: int | None = None
+    decode: int | None = None
+
+    def asked(self) -> dict[str, int]:
+        found = {"prefill": self.prefill, "decode": self.decode}
+        return {role: count for role, count in found.items() if count is not None}
+
+
 def admin_routes(
     router: Router,
     describe: Callable[[], Overview],
     *,
     api_keys: Sequence[str] = (),
     may_change: bool = False,
+    scale: Scale | None = None,
 ) -> list[Route]:
     """Called in the router's own thread, as all of the application is."""
 
@@ -84,7 +99,23 @@ def admin_routes(
             Route("/workers", guarded(add), methods=["POST"]),
             Route("/workers/{worker_id:path}/drain", guarded(drain), methods=["POST"]),
         ]
+    if may_change and scale is not None:
+        found.append(Route("/scale", guarded(_scaling(scale)), methods=["POST"]))
     return found
+
+
+def _scaling(scale: Scale) -> Answer:
+    async def answer(request: Request) -> Response:
+        try:
+            asked = msgspec.json.decode(await _body(request), type=NewNumbers).asked()
+        except msgspec.MsgspecError as error:
+            return _error(400, f"the body is no numbers of workers: {error}")
+        try:
+            return _json(202, scale(asked))
+        except UsageError as error:
+            return _error(400, str(error), error.field)
+
+    return answer
 
 
 async def _body(request: Request) -> bytes:

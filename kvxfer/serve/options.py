@@ -1,4 +1,5 @@
-"""What `kvxfer router` and `kvxfer serve` may be told. vLLM's names where they mean the same."""
+"""What `kvxfer router`, `serve` and `launch` may be told. vLLM's names where they mean the same,
+and Ray's for what Ray does."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import ipaddress
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -18,6 +19,9 @@ from kvxfer.telemetry.spans import check_endpoint
 
 MOST_WORKERS = 64
 """That `kvxfer serve` starts of each kind; far more is a slip of the finger."""
+
+Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+"""Ray's, of a placement group."""
 
 
 @Parameter(name="*")
@@ -92,6 +96,26 @@ class ServeOptions(HttpOptions):
     log_dir: Path | None = None
     """Write the workers' logs to NAME.log in this directory (default: a temporary one, which is
     deleted at the end)."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayOptions(ServeOptions):
+    """What `kvxfer launch ray` may be told besides what its workers may."""
+
+    address: str = ""
+    """Of the cluster, as for ray.init (default: RAY_ADDRESS, then a cluster that runs on this host,
+    then a new one here, which ends with this command)."""
+    num_cpus: float = 1.0
+    """CPUs that Ray reserves for each worker."""
+    num_gpus: float | None = None
+    """GPUs that Ray reserves for each worker; a part of one shares it (default: one for each rank
+    where the cluster has GPUs and --device does not say cpu, else none)."""
+    placement_group_strategy: Strategy = "PACK"
+    """PACK: on few nodes; SPREAD: on many; STRICT_PACK: on one; STRICT_SPREAD: each on its own.
+    Of the workers that are started together."""
+    placement_timeout_s: float = 120.0
+    """For the cluster to have room for all of them."""
 
 
 def check_http(options: HttpOptions) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
-    from kvxfer.launch.supervisor import Supervised
+    from kvxfer.launch.supervisor import Kept
     from kvxfer.serve.backend import Backend
 
 
@@ -59,7 +59,7 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class WorkerProcess(msgspec.Struct, frozen=True):
-    """A process that `kvxfer serve` keeps running."""
+    """A process that `kvxfer serve` or `kvxfer launch` keeps running."""
 
     name: str
     pid: int
@@ -75,7 +75,7 @@ class Overview(msgspec.Struct, frozen=True):
     is_draining: bool
     workers: list[Worker]
     processes: list[WorkerProcess]
-    """Of `kvxfer serve`; empty where workers were started by others."""
+    """Of `kvxfer serve` and `kvxfer launch`; empty where workers were started by others."""
 
 
 def overview(
@@ -83,14 +83,12 @@ def overview(
     num_requests: int,
     is_draining: bool,
     backends: Iterable[Backend],
-    supervised: Iterable[Supervised] = (),
+    supervised: Iterable[Kept] = (),
 ) -> Overview:
     """Pure."""
     workers = sorted(map(_worker, backends), key=lambda one: (one.role != "prefill", one.id))
     processes = [
-        WorkerProcess(
-            one.plan.name, one.process.process.pid, one.state.value, one.num_restarts, one.last_end
-        )
+        WorkerProcess(one.plan.name, one.pid, one.state.value, one.num_restarts, one.last_end)
         for one in supervised
     ]
     return Overview(model, num_requests, is_draining, workers, processes)

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvxfer.config import LAYOUT_VARIABLE, WorkerOptions
-from kvxfer.config_file import ROUTER_KEYS, SERVE_KEYS, WORKER_KEYS
+from kvxfer.config_file import RAY_KEYS, ROUTER_KEYS, WORKER_KEYS
 from kvxfer.control.auth import Keys
 from kvxfer.control.channel import check_dial
 from kvxfer.errors import UsageError
@@ -33,12 +33,17 @@ from kvxfer.serve.uvicorn_server import bind
 from kvxfer.telemetry.logs import LogFormat, set_up_logging
 from kvxfer.telemetry.spans import open_spans
 
+OUR_VARIABLES = frozenset(
+    f"KVXFER_{name.upper()}" for name in {*WORKER_KEYS, *ROUTER_KEYS, *RAY_KEYS, "config"}
+) - {LAYOUT_VARIABLE}
+"""Of the environment: said to a command that starts workers, not to these."""
+
 
 def run_router(options: RouterOptions) -> int:
     """Serve HTTP in front of workers that others started. Raises KvxferError."""
-    _start_log("router", options.log_format)
+    start_log("router", options.log_format)
     keys = check_router(options)
-    served = _load(options, options.model, options.max_model_len)
+    served = load_served(options, options.model, options.max_model_len)
     with ExitStack() as stack:
         listener = stack.enter_context(bind(options.host, options.port))
         router = Router(
@@ -62,7 +67,7 @@ def run_serve(
 ) -> int:
     """Start workers on this host, and serve HTTP in front of them. `worker` is what all are told,
     `by_role` what those of a role are. Raises KvxferError."""
-    _start_log("serve", worker.log_format)
+    start_log("serve", worker.log_format)
     check_serve(options)
     keys = Keys.load(worker.key_file, worker.peer_keys)
     with ExitStack() as stack:
@@ -71,10 +76,10 @@ def run_serve(
         machine = Machine(count_gpus(), HostMemory().measure().free_bytes)
         plan = plan_serve(counts, by_role, machine, run_dir)
         _check_keys(plan, by_role, keys)
-        served = _load(options, worker.model, worker.max_model_len)
+        served = load_served(options, worker.model, worker.max_model_len)
         listener = stack.enter_context(bind(options.host, options.port))
         screen = StartScreen([one.name for one in plan.workers])
-        launcher = stack.enter_context(LocalLauncher(_log_dir(options, run_dir), screen.step))
+        launcher = stack.enter_context(LocalLauncher(log_dir(options, run_dir), screen.step))
         router = Router(
             worker.peer_timeout_s,
             survives_loss=True,
@@ -123,12 +128,11 @@ def _start_workers(
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Without what is told to `serve`: its workers get all they need as flags, and no API key."""
-    names = {*WORKER_KEYS, *ROUTER_KEYS, *SERVE_KEYS, "config"}
-    ours = {f"KVXFER_{name.upper()}" for name in names} - {LAYOUT_VARIABLE}
-    return {name: value for name, value in environment.items() if name not in ours}
+    return {name: value for name, value in environment.items() if name not in OUR_VARIABLES}
 
 
-def _log_dir(options: ServeOptions, run_dir: Path) -> Path:
+def log_dir(options: ServeOptions, run_dir: Path) -> Path:
+    """Where workers' logs go; made if need be. Raises UsageError."""
     if options.log_dir is None:
         return run_dir
     try:
@@ -138,7 +142,7 @@ def _log_dir(options: ServeOptions, run_dir: Path) -> Path:
     return options.log_dir
 
 
-def _load(options: HttpOptions, model: Path, max_model_len: int) -> ServedModel:
+def load_served(options: HttpOptions, model: Path, max_model_len: int) -> ServedModel:
     return ServedModel.load(
         model,
         name=options.served_model_name,
@@ -147,6 +151,6 @@ def _load(options: HttpOptions, model: Path, max_model_len: int) -> ServedModel:
     )
 
 
-def _start_log(name: str, log_format: LogFormat) -> None:
+def start_log(name: str, log_format: LogFormat) -> None:
     set_up_logging(name, name, log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 from kvxfer.errors import DeadlineExceeded
-from kvxfer.launch.supervisor import Supervisor, WorkerState
-from kvxfer.serve.admin import admin_routes
+from kvxfer.launch.supervisor import Keeper, WorkerState
+from kvxfer.serve.admin import Scale, admin_routes
 from kvxfer.serve.dashboard.events import Watch
 from kvxfer.serve.dashboard.routes import dashboard_routes
 from kvxfer.serve.front import Front
@@ -57,12 +57,14 @@ class Service:
         listener: socket.socket,
         *,
         spans: Spans = NO_SPANS,
-        supervisor: Supervisor | None = None,
+        supervisor: Keeper | None = None,
+        scale: Scale | None = None,
         start_timeout_s: float = 0.0,
         announce: Callable[[str], None] = print,
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
-        """`announce` is called with each line for a person, `on_end` as soon as the end begins."""
+        """`announce` is called with each line for a person, `on_end` as soon as the end begins,
+        `scale` when an administrator asks for other numbers of workers."""
         self.state = ServiceState.STARTING
         self._options = options
         self._served = served
@@ -80,11 +82,12 @@ class Service:
         self._watch = Watch(router)
         routes = [
             *admin_routes(
-                router, self.describe, api_keys=options.api_key, may_change=options.enable_admin
+                router, self.describe, api_keys=options.api_key,
+                may_change=options.enable_admin, scale=scale,
             ),
             *dashboard_routes(router, self._watch),
             metrics_route(router, self._front),
-        ]
+        ]  # fmt: skip
         app = make_app(self._front, served, limits, api_keys=options.api_key, routes=routes)
         self._server = HttpServer(app, listener, tick=self._tick, on_shutdown=self._end)
 

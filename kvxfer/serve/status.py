@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
-import os
 import sys
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 
 import msgspec
 from cyclopts import Parameter
 
 from kvxfer.errors import KvxferError, UsageError
+from kvxfer.serve.asking import check_url, send
 from kvxfer.serve.overview import Overview
 from kvxfer.serve.status_screen import StatusScreen
-
-MOST_BYTES = 16 << 20
 
 
 @Parameter(name="*")
@@ -41,8 +36,7 @@ class StatusOptions:
 
 def run_status(options: StatusOptions) -> int:
     """Raises KvxferError where nobody answers, or what answers is no router."""
-    if not options.url.startswith(("http://", "https://")):
-        raise UsageError("url", options.url, "must begin with http:// or https://")
+    check_url(options.url)
     for name in ("interval_s", "timeout_s"):
         if not 0 < getattr(options, name) < 3600:
             raise UsageError(name, getattr(options, name), "must be more than 0 and below 3600")
@@ -62,23 +56,7 @@ def run_status(options: StatusOptions) -> int:
 
 def ask(options: StatusOptions) -> bytes:
     """The body of GET /status. Raises KvxferError, in one line."""
-    key = (
-        options.api_key or os.environ.get("KVXFER_API_KEY", "").replace(",", " ").partition(" ")[0]
-    )
-    request = urllib.request.Request(options.url.rstrip("/") + "/status")
-    if key:
-        request.add_header("Authorization", f"Bearer {key}")
-    try:
-        with urllib.request.urlopen(request, timeout=options.timeout_s) as answer:
-            return bytes(answer.read(MOST_BYTES))
-    except urllib.error.HTTPError as error:
-        with error:
-            hint = ": give --api-key" if error.code == 401 else ""
-        raise KvxferError(f"{options.url}: answered {error.code} {error.reason}{hint}") from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        text = f"{options.url}: nobody answers: {getattr(reason, 'strerror', None) or reason}"
-        raise KvxferError(text) from None
+    return send(options.url, "/status", api_key=options.api_key, timeout_s=options.timeout_s)
 
 
 def read(url: str, raw: bytes) -> Overview:

@@ -5,6 +5,7 @@ import pytest
 from starlette.applications import Starlette
 from support.asgi import ask
 
+from kvxfer.errors import UsageError
 from kvxfer.serve.admin import MOST_BODY_BYTES, admin_routes
 from kvxfer.serve.backend import Backend, BackendState
 from kvxfer.serve.overview import Overview, overview
@@ -127,3 +128,26 @@ def test_a_workers_word_that_is_no_number_counts_as_not_said():
     assert [(lane.peer, lane.gbps) for lane in worker.lanes] == [("a", 2.5), ("b", 0.0)]
     assert worker.refused == ["model differs"]
     assert (worker.id, worker.state) == ("ipc:///x", "greeting")
+
+
+def test_scale_is_there_where_workers_are_placed_by_us(pair):
+    cluster, _, _ = pair
+    asked = []
+
+    def scale(counts):
+        if counts.get("decode") == 0:
+            raise UsageError("decode", 0, "must be between 1 and 1024")
+        asked.append(counts)
+        return {"prefill": 1, "decode": 1} | counts
+
+    app = make_app(cluster, may_change=True, scale=scale)
+    answer = ask(app, "POST", "/scale", b'{"prefill": 3}')
+    assert (answer.code, answer.json) == (202, {"prefill": 3, "decode": 1})
+    wrong = ask(app, "POST", "/scale", b'{"decode": 0}')
+    assert (wrong.code, wrong.json["error"]["param"]) == (400, "decode")
+    for body in (b'{"router": 1}', b'{"prefill": "3"}', b"3", b""):
+        assert ask(app, "POST", "/scale", body).code == 400
+    assert asked == [{"prefill": 3}]
+    for options in ({"may_change": True}, {"scale": scale}):
+        other = make_app(cluster, **options)
+        assert ask(other, "POST", "/scale", b'{"prefill": 3}').code in (404, 405)
