@@ -43,7 +43,7 @@ class Cluster:
         self.shape = shape
         self.costs = costs
         self.env = env = simpy.Environment()
-        self.cores = Cores(env, shape.cores) if shape.cores else None
+        self.cores = Cores(env, shape.cores, costs.crowding) if shape.cores else None
         chance = np.random.default_rng(seed)
         server = partial(Server, env, self.cores)
         self.front, self.client = server(), server()

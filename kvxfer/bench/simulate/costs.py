@@ -76,6 +76,9 @@ class Costs:
     """... for each sequence, ..."""
     decode_context_s: float = 0.0
     """... and for each token of KV that all of them have."""
+    crowding: float = 0.0
+    """Where processes share cores: by which share each is slower for each other core in use, since
+    they share caches, memory, and perhaps one real core. No seconds."""
     growth_s: float = 0.0
     """A cache grows: until its new blocks are of use, fixed ..."""
     growth_block_s: float = 0.0

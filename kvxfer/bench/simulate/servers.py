@@ -25,7 +25,9 @@ class Cores:
     always been here has got by now.
     """
 
-    def __init__(self, env: simpy.Environment, num_cores: int) -> None:
+    def __init__(self, env: simpy.Environment, num_cores: int, crowding: float = 0.0) -> None:
+        """`crowding`: as `Costs` has it."""
+        self._crowding = crowding
         self._env = env
         self._num_cores = num_cores
         self._jobs: list[tuple[float, int, simpy.Event]] = []
@@ -46,7 +48,11 @@ class Cores:
 
     @property
     def _speed(self) -> float:
-        return min(1.0, self._num_cores / len(self._jobs)) if self._jobs else 0.0
+        if not self._jobs:
+            return 0.0
+        others = min(len(self._jobs), self._num_cores) - 1
+        share = min(1.0, self._num_cores / len(self._jobs))
+        return share / (1.0 + self._crowding * others)
 
     def _advance(self) -> None:
         passed_s = self._env.now - self._since_s
