@@ -73,9 +73,7 @@ def make_shapes(
     """Those of the requests that `make_round` makes of the same arguments."""
     if trace:
         lines, scale = trace[: options.num_prompts], options.trace_scale
-        return [
-            Shape(_due_s(options, trace, line), *_scaled(line, scale)) for line in lines
-        ]
+        return [Shape(_due_s(options, trace, line), *_scaled(line, scale)) for line in lines]
     chance = np.random.default_rng([options.seed, index])
     return _random_shapes(options, vocab_size, chance)[0]
 

@@ -1,11 +1,11 @@
 """`kvxfer bench simulate calibrate`: costs of this machine, from loads on one real service.
 
-| load        | is                                                    | for                            |
-| ---         | ---                                                   | ---                            |
-| alone       | requests one by one, of several lengths               | all that one request waits for |
-| burst of N  | N requests at once, which then decode together        | decode's steps, CPU of router  |
-|             |                                                       | and client                     |
-| crowded     | requests at random, prefill and decode busy at once   | crowding, with the model itself|
+| load       | is                                                  | for                           |
+| ---        | ---                                                 | ---                           |
+| alone      | requests one by one, of several lengths             | all that one waits for        |
+| burst of N | N requests at once, which then decode together      | decode's steps; CPU of router |
+|            |                                                     | and client                    |
+| crowded    | requests at random, prefill and decode busy at once | crowding, by the model itself |
 """
 
 from __future__ import annotations

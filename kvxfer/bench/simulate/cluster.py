@@ -46,7 +46,8 @@ class Cluster:
         self.cores = Cores(env, shape.cores, costs.crowding) if shape.cores else None
         chance = np.random.default_rng(seed)
         server = partial(Server, env, self.cores)
-        self.front, self.client = server(), server()
+        self.fronts, self.client = [server() for _ in range(shape.routers)], server()
+        self._turn = 0
         self.links = Links(
             shape.prefill, shape.decode, shape.workers_per_link, shape.fabric_bytes_per_s, costs
         )
@@ -70,7 +71,8 @@ class Cluster:
         self._wire()
         controls = [[one.control for one in side] for side in (self.prefills, self.decodes)]
         start_heartbeats(env, costs, controls, shape.peer_timeout_s, chance)
-        start_status(env, costs, self.front, shape.prefill, shape.decode)
+        for front in self.fronts:
+            start_status(env, costs, front, shape.prefill, shape.decode)
 
     def _wire(self) -> None:
         shape, env = self.shape, self.env
@@ -125,14 +127,16 @@ class Cluster:
         if costs.client_request_s:
             yield self.client.serve(costs.client_request_s)
         self.num_under_way += 1
+        front = self.fronts[request.arrival % len(self.fronts)]
         reads_s = costs.front_request_s + costs.front_prompt_token_s * request.num_input
-        yield self.front.serve(reads_s)
+        yield front.serve(reads_s)
         request.why = self.placement.why_not(request)
         if request.why:
             self._over(request, State.REFUSED)
             return
         near = self.placement.place(request)
-        yield self.front.serve(self.placement.work_s(near, self.num_under_way))
+        under_way = self.num_under_way / len(self.fronts)
+        yield front.serve(self.placement.work_s(near, under_way))
         yield from self._ask(request)
 
     def _ask(self, request: Request) -> simpy.events.ProcessGenerator:
@@ -159,18 +163,14 @@ class Cluster:
         for prefill in sorted(blocked):
             self.prefills[prefill].wake()
 
-    def _grown(
-        self, grower: Server, peers: Sequence[Server], wake: Callable[[], None]
-    ) -> None:
+    def _grown(self, grower: Server, peers: Sequence[Server], wake: Callable[[], None]) -> None:
         announce_growth(grower, peers, self.costs)
         wake()
 
     def _stream(self, request: Request, num_tokens: int) -> None:
         """A chunk was computed: its KV is under way from now on."""
         num_bytes = num_tokens * self.costs.kv_token_bytes
-        request.moved_s = self.links.move(
-            self.env.now, request.prefill, request.decode, num_bytes
-        )
+        request.moved_s = self.links.move(self.env.now, request.prefill, request.decode, num_bytes)
 
     def _computed(self, request: Request) -> None:
         request.told += 1
@@ -229,8 +229,12 @@ class Cluster:
             work_s = costs.client_delivery_s + costs.client_token_s * num_tokens
             self.client.then(work_s, seen, max(0.0, at_s - self.env.now))
 
-        work_s = costs.front_delivery_s + costs.front_token_s * num_tokens
-        self.front.then(work_s, passed, after_s)
+        # Of several routers one takes all of a step, in turn: as much work, in fewer events.
+        num_fronts = len(self.fronts)
+        self._turn = (self._turn + 1) % num_fronts
+        deliveries_s = costs.front_delivery_s * min(num_tokens, num_fronts)
+        work_s = deliveries_s + costs.front_token_s * num_tokens
+        self.fronts[self._turn].then(work_s, passed, after_s)
 
     def _end(self, request: Request) -> None:
         """When its client has its last token, which may be known before."""

@@ -21,10 +21,11 @@ Which ratio of 16 workers serves this trace best, with a first token in 2 s and 
     kvxfer bench simulate --prefill 8 --decode 8 --trace trace.jsonl --find-ratio
     --goodput ttft:2000 tpot:50 --plot ratio.svg
 
-A thousand workers, over a network of 50 GB/s a worker:
+A thousand workers, over network cards of 50 GB/s, if the router's choice cost nothing:
 
-    kvxfer bench simulate --prefill 500 --decode 500 --request-rate 2000 --num-prompts 20000
-    --random-input-len 4096 --random-output-len 256 --lane-gbps 50
+    kvxfer bench simulate --prefill 500 --decode 500 --request-rate 1000 --num-prompts 10000
+    --random-input-len 4096 --random-output-len 256
+    --assume lane_bytes_per_s=50e9 place_pair_s=0 place_worker_s=0
 
 `simulate costs` shows what each number is and where it comes from; `simulate calibrate` measures
 them on this machine, `simulate validate` says how far the model is from a real service here."""
@@ -48,10 +49,10 @@ def costs(options: SimulateOptions = SimulateOptions()) -> int:  # noqa: B008
     """
     from rich.console import Console
 
-    from kvxfer.bench.simulate.costs import read_costs
+    from kvxfer.bench.simulate.costs import assume, read_costs
     from kvxfer.bench.simulate.screen import show_costs
 
-    show_costs(Console(highlight=False), read_costs(options.costs))
+    show_costs(Console(highlight=False), assume(read_costs(options.costs), options.assume))
     return 0
 
 

@@ -1,12 +1,12 @@
 """What the control plane does all the time in the model, whether requests come or not.
 
-| every                | who          | does                                                        |
-| ---                  | ---          | ---                                                         |
-| peer_timeout_s / 6   | each worker  | sends each peer a heartbeat and where its regions are, at   |
-|                      |              | once; takes in as many of theirs, which come spread out     |
-| STATUS_S             | the router   | asks each worker how it is; decode's answers tell of each   |
-|                      |              | lane                                                        |
-| growth               | the grower   | tells each peer, which takes it in and answers              |
+| every                | who          | does                                                       |
+| ---                  | ---          | ---                                                        |
+| peer_timeout_s / 6   | each worker  | sends each peer a heartbeat and where its regions are, at  |
+|                      |              | once; takes in as many of theirs, which come spread out    |
+| STATUS_S             | the router   | asks each worker how it is; decode's answers tell of each  |
+|                      |              | lane                                                       |
+| growth               | the grower   | tells each peer, which takes it in and answers             |
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BEATS_IN_TIMEOUT = 6
 """As `kvxfer.worker.liveness` has it."""
 PER_BEAT = 2
 """Messages to a peer: the heartbeat, and where our regions are."""
-PARTS = 4
+PARTS = 2
 """In which what comes between two heartbeats, or two questions, is taken in: few events."""
 
 

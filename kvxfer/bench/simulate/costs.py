@@ -7,8 +7,8 @@ A file of costs is a JSON object: `what` says which worker it is of, `costs` has
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import msgspec
@@ -149,11 +149,25 @@ def read_costs(path: Path) -> Costs:
 
 def write_costs(path: Path, costs: Costs) -> None:
     """All of them; one without a source is 0 by default."""
-    rows = {
-        name: _Cost(getattr(costs, name), costs.sources.get(name, "default")) for name in NAMES
-    }
+    rows = {name: _Cost(getattr(costs, name), costs.sources.get(name, "default")) for name in NAMES}
     data = msgspec.json.format(msgspec.json.encode(_File(costs.what, rows)), indent=1)
     try:
         path.write_bytes(data + b"\n")
     except OSError as error:
         raise UsageError("out", str(path), error.strerror or str(error)) from None
+
+
+def assume(costs: Costs, changes: Sequence[str]) -> Costs:
+    """With `changes`, each NAME=VALUE. Raises UsageError."""
+    values: dict[str, float] = {}
+    for text in changes:
+        name, _, value = text.partition("=")
+        if name not in NAMES:
+            reason = f"must be COST=VALUE, with a cost of {', '.join(NAMES)}"
+            raise UsageError("assume", text, reason)
+        try:
+            values[name] = float(value)
+        except ValueError:
+            raise UsageError("assume", text, "has no number after =") from None
+    sources = {**costs.sources, **{name: f"assumed: {values[name]:g}" for name in values}}
+    return replace(costs, **values, sources=sources)  # type: ignore[arg-type]

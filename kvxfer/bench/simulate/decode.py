@@ -55,6 +55,9 @@ class DecodeWorker:
         self.num_steps = 0
         self.num_preempted = 0
         self._batch_s = 0.0
+        self.full_s = 0.0
+        """What its model computed, as seconds of full batches: one that is not full is as busy, and
+        has room."""
         self.pace = 0.0
         """Tokens a second of the last step."""
 
@@ -118,6 +121,8 @@ class DecodeWorker:
             began_s, num_running = self._env.now, len(self.running)
             yield self.model.serve(took_s)
             self._batch_s += num_running * (self._env.now - began_s)
+            shared_s = took_s - self._costs.decode_step_s
+            self.full_s += shared_s + self._costs.decode_step_s * num_running / self._max_num_seqs
             self._stepped()
 
     def mean_batch(self) -> float:

@@ -1,5 +1,5 @@
-"""What `kvxfer bench simulate` may be told. Names and defaults of the load are those of `kvxfer bench
-serving`, names of the workers' those of `kvxfer serve`.
+"""What `kvxfer bench simulate` may be told. The load has the names and defaults of `kvxfer bench
+serving`, what is of workers has the names of `kvxfer serve`.
 
 Annotations are objects here, not text: the command line evaluates them.
 """
@@ -21,9 +21,10 @@ GPU_COSTS = Path(__file__).parent / "gpu.json"
 LARGEST = 100_000
 """Workers of a role: beyond it a run would never end."""
 LOAD = (
-    "num_prompts", "random_input_len", "random_output_len", "random_range_ratio", "trace",
-    "trace_speed", "trace_scale", "request_rate", "burstiness", "max_concurrency", "seed", "goodput",
-)  # fmt: skip
+    *("num_prompts", "random_input_len", "random_output_len", "random_range_ratio"),
+    *("trace", "trace_speed", "trace_scale", "request_rate", "burstiness", "max_concurrency"),
+    *("seed", "goodput"),
+)
 """Options that mean what they mean to `kvxfer bench serving`."""
 
 
@@ -40,6 +41,9 @@ class SimulateOptions:
     """Prefill workers."""
     decode: int = 4
     """Decode workers."""
+    routers: int = 1
+    """Routers, each with an equal part of the requests; what one gives to a worker the others know
+    at once, where real ones learn of it with the worker's next Status."""
     cores: int = 0
     """CPU cores that all processes share, the client too (0: no thread waits for one)."""
     max_num_batched_tokens: int = 2048
@@ -60,8 +64,8 @@ class SimulateOptions:
     """Heartbeats come six times as often."""
     workers_per_link: int = 1
     """Workers of a role that share a link, as those of a host do its network card."""
-    lane_gbps: float = 0.0
-    """GB/s of a transfer that has a link to itself (0: as the costs say)."""
+    assume: Annotated[tuple[str, ...], Parameter(negative=(), consume_multiple=True)] = ()
+    """Costs that are other than the file says, as in lane_bytes_per_s=50e9 for a network card."""
     fabric_gbps: float = 0.0
     """GB/s of all links together (0: no bound)."""
     num_prompts: int = 1000
@@ -120,6 +124,7 @@ class SimulateOptions:
         return ClusterShape(
             prefill=self.prefill,
             decode=self.decode,
+            routers=self.routers,
             cores=self.cores,
             chunk_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
@@ -139,8 +144,6 @@ class SimulateOptions:
         """Before anything is computed. Raises UsageError."""
         self.load()
         need_simpy()
-        if not 0 <= self.lane_gbps < math.inf:
-            raise UsageError("lane_gbps", self.lane_gbps, "must be at least 0 and finite")
         if self.steps < 1:
             raise UsageError("steps", self.steps, "must be at least 1")
         if self.find_ratio and self.prefill + self.decode < 3:

@@ -53,7 +53,9 @@ class Outcome:
         return max(self.uses, key=lambda one: one.mean)
 
 
-def outcome(cluster: Cluster, requests: Sequence[Request], limits_ms: Mapping[str, float]) -> Outcome:
+def outcome(
+    cluster: Cluster, requests: Sequence[Request], limits_ms: Mapping[str, float]
+) -> Outcome:
     """Of a cluster that has run."""
     answers = [_answer(one) for one in requests]
     wanted = Wanted(METRICS, PERCENTILES, limits_ms, tells_late=False)
@@ -65,8 +67,8 @@ def outcome(cluster: Cluster, requests: Sequence[Request], limits_ms: Mapping[st
         if one.why:
             counts[f"requests refused, {one.why}"] += 1
     counts["preemptions"] = sum(one.num_preempted for one in requests)
-    workers = [*cluster.prefills, *cluster.decodes]
-    counts["growths of caches"] = sum(one.cache.num_growths for one in workers)
+    caches = [one.cache for side in (cluster.prefills, cluster.decodes) for one in side]
+    counts["growths of caches"] = sum(one.num_growths for one in caches)
     counts["decode steps"] = sum(one.num_steps for one in cluster.decodes)
     return Outcome(told, tuple(_uses(cluster)), dict(counts), cluster.env.now)
 
@@ -81,32 +83,32 @@ def _answer(request: Request) -> Answer:
 
 
 def _uses(cluster: Cluster) -> list[Use]:
-    now_s, shape = cluster.env.now, cluster.shape
+    now_s, shape = cluster.env.now or 1.0, cluster.shape
     prefills, decodes = cluster.prefills, cluster.decodes
 
     def servers(name: str, found: Sequence[Server]) -> Use:
-        return _use(name, [one.work_s / now_s if now_s else 0.0 for one in found])
+        return _use(name, [one.work_s / now_s for one in found])
 
     def links(name: str, found: Sequence[Link]) -> Use:
-        return _use(name, [one.busy_s / now_s if now_s else 0.0 for one in found])
+        return _use(name, [one.busy_s / now_s for one in found])
 
     batches = [one.mean_batch() / shape.max_num_seqs for one in decodes]
     found = [
-        servers("router", [cluster.front]),
+        servers("router", cluster.fronts),
         servers("prefill: control thread", [one.control for one in prefills]),
         servers("prefill: model", [one.model for one in prefills]),
         _use("prefill: cache", [one.cache.mean_use() for one in prefills]),
         links("links out of prefill", cluster.links.egress),
         links("links into decode", cluster.links.ingress),
         servers("decode: control thread", [one.control for one in decodes]),
-        servers("decode: model", [one.model for one in decodes]),
+        _use("decode: model, in full batches", [one.full_s / now_s for one in decodes]),
         _use("decode: room in the batch", batches),
         _use("decode: cache", [one.cache.mean_use() for one in decodes]),
     ]
     if shape.fabric_bytes_per_s:
         found.append(links("fabric", [cluster.links.fabric]))
     if cluster.cores is not None:
-        share = cluster.cores.busy_s / now_s / shape.cores if now_s else 0.0
+        share = cluster.cores.busy_s / now_s / shape.cores
         found.append(Use("cores", share, share))
     return found
 

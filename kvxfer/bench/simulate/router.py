@@ -59,7 +59,7 @@ class Placement:
         self._at_prefill[choice.decode] += 1
         return choice
 
-    def work_s(self, choice: Choice, num_under_way: int) -> float:
+    def work_s(self, choice: Choice, num_under_way: float) -> float:
         """The router's, for a choice."""
         costs, shape = self._costs, self._shape
         num_workers = shape.prefill + shape.decode

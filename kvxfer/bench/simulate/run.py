@@ -11,7 +11,7 @@ from kvxfer.bench.record import command_line
 from kvxfer.bench.report import Figure, describe_machine, write_figures
 from kvxfer.bench.serving.prompts import Shape, make_shapes, read_trace
 from kvxfer.bench.serving.screen import Screen
-from kvxfer.bench.simulate.costs import Costs, read_costs
+from kvxfer.bench.simulate.costs import Costs, assume, read_costs
 from kvxfer.bench.simulate.options import SimulateOptions
 from kvxfer.bench.simulate.report import Outcome, figures, outcome
 from kvxfer.bench.simulate.screen import show_outcome, show_splits
@@ -22,10 +22,7 @@ from kvxfer.bench.simulate.sweep import Split, splits_of
 def run_simulate(options: SimulateOptions) -> int:
     """Compute, print, write; 1 where a request was refused. Raises KvxferError."""
     options.check()
-    costs = read_costs(options.costs)
-    if options.lane_gbps:
-        sources = {**costs.sources, "lane_bytes_per_s": "assumed: --lane-gbps"}
-        costs = replace(costs, lane_bytes_per_s=options.lane_gbps * 1e9, sources=sources)
+    costs = assume(read_costs(options.costs), options.assume)
     shape, console = options.shape(costs), Console(highlight=False)
     console.print(f"{_command(options)}\ncosts: {costs.what}", markup=False, soft_wrap=True)
     splits = _splits(options, shape, costs)
@@ -83,4 +80,4 @@ def _figures(splits: Sequence[Split]) -> list[Figure]:
 
 
 def _command(options: SimulateOptions) -> str:
-    return command_line("simulate", options)
+    return command_line("simulate", options).replace("--find-ratio True", "--find-ratio")

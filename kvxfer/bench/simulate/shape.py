@@ -14,6 +14,8 @@ class ClusterShape:
 
     prefill: int
     decode: int
+    routers: int = 1
+    """Each of them with an equal part of the requests."""
     cores: int = 0
     """That all processes share, the router and the client too; 0: each thread has one."""
     chunk_tokens: int = 256
@@ -33,8 +35,10 @@ class ClusterShape:
     """Of the client; 0: any number."""
 
     def __post_init__(self) -> None:
-        positive = ("prefill", "decode", "chunk_tokens", "max_num_seqs", "max_num_queued",
-                    "block_size", "prefill_blocks", "decode_blocks", "workers_per_link")  # fmt: skip
+        positive = (
+            *("prefill", "decode", "routers", "chunk_tokens", "max_num_seqs", "max_num_queued"),
+            *("block_size", "prefill_blocks", "decode_blocks", "workers_per_link"),
+        )
         for name, least in [*((n, 1) for n in positive), ("cores", 0), ("max_concurrency", 0)]:
             if getattr(self, name) < least:
                 raise UsageError(name, getattr(self, name), f"must be at least {least}")

@@ -132,10 +132,28 @@ def test_what_binds_is_named() -> None:
     for costs, name in (
         (replace(FREE, prefill_chunk_s=0.05), "prefill: model"),
         (replace(FREE, front_request_s=0.01), "router"),
+        (replace(FREE, decode_step_s=0.02), "decode: "),
         (replace(FREE, lane_bytes_per_s=1000.0), "links"),
     ):
-        cluster, requests = run(replace(SHAPE, prefill=2, decode=2), costs, load)
+        cluster, requests = run(replace(SHAPE, prefill=2, decode=2, max_num_seqs=4), costs, load)
         assert outcome(cluster, requests, {}).binding.name.startswith(name)
+
+
+def test_a_batch_with_room_does_not_bind() -> None:
+    """However busy its model is: a fuller one would compute more."""
+    costs = replace(FREE, decode_step_s=0.02)
+    cluster, requests = run(replace(SHAPE, max_num_seqs=100), costs, [Shape(0.0, 9, 300)])
+    uses = {one.name: one.mean for one in outcome(cluster, requests, {}).uses}
+    assert uses["decode: model, in full batches"] == pytest.approx(0.01, rel=0.01)
+
+
+def test_several_routers_serve_more() -> None:
+    costs = replace(FREE, front_request_s=0.01, front_token_s=0.01)
+    load = [Shape(0.0, 9, 4)] * 300
+    for routers in (1, 4):
+        cluster, requests = run(replace(SHAPE, routers=routers), costs, load)
+        assert cluster.env.now == pytest.approx(300 * 5 * 0.01 / routers, rel=0.05)
+        check_conserved(cluster, requests)
 
 
 def test_a_small_cache_preempts_and_loses_nothing() -> None:
