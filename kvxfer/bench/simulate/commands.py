@@ -23,8 +23,8 @@ Which ratio of 16 workers serves this trace best, with a first token in 2 s and 
 
 A thousand workers, over network cards of 50 GB/s, if the router's choice cost nothing:
 
-    kvxfer bench simulate --prefill 500 --decode 500 --request-rate 1000 --num-prompts 10000
-    --random-input-len 4096 --random-output-len 256
+    kvxfer bench simulate --prefill 500 --decode 500 --routers 100 --request-rate 1000
+    --num-prompts 3000 --random-input-len 4096 --random-output-len 64
     --assume lane_bytes_per_s=50e9 place_pair_s=0 place_worker_s=0
 
 `simulate costs` shows what each number is and where it comes from; `simulate calibrate` measures
