@@ -69,9 +69,10 @@ VENDOR_ROOMS = {
                  "prefill/__main__.py", "decode/__main__.py", "decode/loaded.py", "decode/null.py"),
     "matplotlib": ("kvxfer/bench/",),
     "aiohttp": ("kvxfer/bench/serving/",),
+    "simpy": ("kvxfer/bench/simulate/",),
     "rich": ("kvxfer/demo/screen.py", "kvxfer/bench/connectors/screen.py",
              "kvxfer/bench/comparison.py", "kvxfer/bench/growth_screen.py",
-             "kvxfer/bench/serving/", "kvxfer/doctor/screen.py",
+             "kvxfer/bench/serving/", "kvxfer/bench/simulate/", "kvxfer/doctor/screen.py",
              "kvxfer/serve/progress.py", "kvxfer/serve/status_screen.py"),
 }  # fmt: skip
 

@@ -21,12 +21,14 @@ from kvxfer.bench.residency import ResidencyOptions
 from kvxfer.bench.serving.options import ServingOptions
 from kvxfer.bench.serving_overhead import ServingOverheadOptions
 from kvxfer.bench.share import ShareOptions
+from kvxfer.bench.simulate.commands import simulate
 from kvxfer.bench.soak import SoakOptions
 from kvxfer.bench.stress import StressOptions
 from kvxfer.bench.tokens import TokensOptions
 from kvxfer.bench.transfer import TransferOptions
 
 bench = cyclopts.App(name="bench", help="Measure, with verified data.")
+bench.command(simulate)
 
 
 @bench.command

@@ -50,15 +50,54 @@ def make_round(
     chance = np.random.default_rng([options.seed, index])
     if trace:
         return _of_trace(options, trace, vocab_size, index, chance)
+    shapes, prefix = _random_shapes(options, vocab_size, chance)
+    own = [one.num_input - len(prefix) for one in shapes]
+    return [
+        Prompt(one.at_s, prefix + chance.integers(0, vocab_size, size).tolist(), one.num_output)
+        for one, size in zip(shapes, own, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A request without its tokens."""
+
+    at_s: float
+    num_input: int
+    num_output: int
+
+
+def make_shapes(
+    options: ServingOptions, trace: Sequence[TraceLine], vocab_size: int, index: int
+) -> list[Shape]:
+    """Those of the requests that `make_round` makes of the same arguments."""
+    if trace:
+        lines, scale = trace[: options.num_prompts], options.trace_scale
+        return [Shape(_due_s(options, trace, line), *_scaled(line, scale)) for line in lines]
+    chance = np.random.default_rng([options.seed, index])
+    return _random_shapes(options, vocab_size, chance)[0]
+
+
+def _random_shapes(
+    options: ServingOptions, vocab_size: int, chance: np.random.Generator
+) -> tuple[list[Shape], list[int]]:
+    """And the tokens that all of them begin with."""
     count = options.num_prompts
     times = arrivals(count, options.request_rate, options.burstiness, chance)
-    prefix = chance.integers(0, vocab_size, options.random_prefix_len).tolist()
+    prefix: list[int] = chance.integers(0, vocab_size, options.random_prefix_len).tolist()
     inputs = _lengths(options.random_input_len, options.random_range_ratio, count, chance)
     outputs = _lengths(options.random_output_len, options.random_range_ratio, count, chance)
-    return [
-        Prompt(at_s, prefix + chance.integers(0, vocab_size, size).tolist(), num_output)
-        for at_s, size, num_output in zip(times, inputs, outputs, strict=True)
-    ]
+    rows = zip(times, inputs, outputs, strict=True)
+    return [Shape(at_s, len(prefix) + size, out) for at_s, size, out in rows], prefix
+
+
+def _due_s(options: ServingOptions, trace: Sequence[TraceLine], line: TraceLine) -> float:
+    return (line.timestamp - trace[0].timestamp) / 1e3 / options.trace_speed
+
+
+def _scaled(line: TraceLine, scale: float) -> tuple[int, int]:
+    """Tokens of its prompt and of its answer."""
+    return max(1, round(line.input_length * scale)), max(1, round(line.output_length * scale))
 
 
 def _lengths(length: int, ratio: float, count: int, chance: np.random.Generator) -> list[int]:
@@ -75,11 +114,9 @@ def _of_trace(
     chance: np.random.Generator,
 ) -> list[Prompt]:
     scale, per_hash = options.trace_scale, max(1, round(HASHED_TOKENS * options.trace_scale))
-    first = trace[0].timestamp
     found = []
     for line in trace[: options.num_prompts]:
-        at_s = (line.timestamp - first) / 1e3 / options.trace_speed
-        size = max(1, round(line.input_length * scale))
+        size, num_output = _scaled(line, scale)
         tokens: list[int] = []
         for hashed in line.hash_ids:
             own = np.random.default_rng([options.seed, index, hashed])
@@ -87,7 +124,7 @@ def _of_trace(
         missing = size - len(tokens)
         if missing > 0:
             tokens += chance.integers(0, vocab_size, missing).tolist()
-        found.append(Prompt(at_s, tokens[:size], max(1, round(line.output_length * scale))))
+        found.append(Prompt(_due_s(options, trace, line), tokens[:size], num_output))
     return found
 
 

@@ -38,6 +38,8 @@ class Service:
     url: str
     traces: tuple[Path, ...] = ()
     """Of its workers, as far as they write any."""
+    pid: int = 0
+    """Of the process that answers, where it was started here."""
 
 
 @contextmanager
@@ -74,7 +76,7 @@ def start_pd(options: ServingOptions, directory: Path, say: Say) -> Iterator[Ser
             )  # fmt: skip
         try:
             url = _ready_url(process, out, err, options.start_timeout_s, say)
-            yield Service(PD, url, tuple(traces.values()))
+            yield Service(PD, url, tuple(traces.values()), process.pid)
         finally:
             _end(process)
 
