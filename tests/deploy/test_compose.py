@@ -17,7 +17,9 @@ from kvxfer.errors import KvxferError
 
 SERVICES = compose({})["services"]
 OURS = {name: one for name, one in SERVICES.items() if one["image"] == "kvxfer:cpu"}
-WORKERS = {name: one for name, one in OURS.items() if one.get("command", [""])[0] in ("prefill", "decode")}
+WORKERS = {
+    name: one for name, one in OURS.items() if one.get("command", [""])[0] in ("prefill", "decode")
+}
 
 
 def parsed(service):
@@ -71,7 +73,9 @@ def test_the_router_dials_each_worker_where_it_listens():
     options = parsed(OURS["router"])["options"]
     for role in ("prefill", "decode"):
         dialled = getattr(options, role)
-        listening = [parsed(one)["options"].listen for one in WORKERS.values() if one["command"][0] == role]
+        listening = [
+            parsed(one)["options"].listen for one in WORKERS.values() if one["command"][0] == role
+        ]
         assert sorted(dialled) == sorted(listening)
     assert options.host == address(OURS["router"])
     probe = f"http://{options.host}:{options.port}/ready"

