@@ -1,4 +1,4 @@
-"""The compose file: valid by the Compose Specification, and each command line is one of kvxfer's."""
+"""The compose file: valid by the Compose Specification, and its command lines are kvxfer's."""
 
 from __future__ import annotations
 
@@ -48,6 +48,12 @@ def test_it_is_by_the_specification():
     for wrong in ({"restart": "sometimes"}, {"restat": "no"}, {"ports": ["99999:1"]}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             spec.PyCompose.from_yaml(yaml.safe_dump({"services": {"x": {"image": "y", **wrong}}}))
+
+
+def test_no_variable_is_taken_from_whoever_calls_docker():
+    """Compose does that for a variable without a value."""
+    for service in SERVICES.values():
+        assert None not in service.get("environment", {}).values()
 
 
 def test_two_prefill_and_two_decode_workers_a_router_and_who_watches_them():
@@ -168,4 +174,4 @@ def test_prometheus_scrapes_every_process():
         port = parsed(service)["options"].metrics_port
         wanted[f"{name}:{port}"] = {"worker": name, "role": service["command"][0]}
     assert targets == wanted
-    assert DEPLOY / "prometheus" == (COMPOSE.parent / "../prometheus").resolve()
+    assert (COMPOSE.parent / "../prometheus").resolve() == DEPLOY / "prometheus"

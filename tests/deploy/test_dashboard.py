@@ -1,7 +1,7 @@
 """The shipped Grafana dashboard and alerts ask only for what kvxfer tells.
 
-The metrics are those of a real router and real workers (`support.http_service`), whose names, labels
-and values a query must find there. What Prometheus makes of them: test_prometheus.py.
+The metrics are those of a real router and real workers (`support.http_service`), whose names,
+labels and values a query must find there. What Prometheus makes of them: test_prometheus.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Dockerfiles: linted, and true to pyproject.toml and deploy/env.sh. No image was built here."""
+"""The Dockerfiles: linted, and true to pyproject.toml and deploy/env.sh. None was built."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A Slurm cluster of this host alone: its own controller, and a slurmd for each of several nodes.
 
 Facts (Slurm 22.05 of Debian 12): several slurmd of one host are told apart by -N and their ports;
-auth/none and cred/none need no munge, and are for tests only; without a cgroup plug-in nothing of the
-host is touched. The nodes share the host's addresses.
+auth/none and cred/none need no munge, and are for tests only; without a cgroup plug-in nothing of
+the host is touched. The nodes share the host's addresses.
 """
 
 from __future__ import annotations
