@@ -119,6 +119,9 @@ class Job:
         lines = (self.run_dir / "client.env").read_text().splitlines()
         return dict(line.removeprefix("export ").split("=", 1) for line in lines)
 
+    def url(self):
+        return self.client()["OPENAI_BASE_URL"].removesuffix("/v1")
+
     def ask(self, path, body=None):
         """Status and answer; 0 where there is none."""
         told = self.client()
@@ -127,7 +130,7 @@ class Job:
             "Content-Type": "application/json",
         }
         data = json.dumps(body).encode() if body else None
-        request = urllib.request.Request(told["OPENAI_BASE_URL"] + path, data, headers)
+        request = urllib.request.Request(self.url() + path, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=120) as answer:
                 return answer.status, json.load(answer)
@@ -141,7 +144,7 @@ class Job:
         if not (self.run_dir / "client.env").exists():
             assert self.cluster.state(self.id) in ("PENDING", "CONFIGURING", "RUNNING"), self.said()
             return False
-        told = self.ask("/../ready")[1]
+        told = self.ask("/ready")[1]
         return (told.get("prefill"), told.get("decode")) == (2, 2)
 
     def processes(self, worker_id):
@@ -161,23 +164,23 @@ def test_it_serves_restarts_a_worker_and_drains(cluster, tmp_path):
     assert stat.S_IMODE(job.run_dir.stat().st_mode) == modes["keys"] == 0o700
     assert modes["job.key"] == modes["client.env"] == modes["router.toml"] == 0o600
     body = {"model": str(TINY_MODEL), "prompt": "To be, or not to be", "max_tokens": 8}
-    status, told = job.ask("/completions", body)
+    status, told = job.ask("/v1/completions", body)
     assert status == 200 and told["usage"]["completion_tokens"] == 8
 
     (worker,) = job.processes("prefill-host2")
     worker.kill()
     again = "prefill-host2: ended with code 137, is started again"
     cluster.until(lambda: again in job.said(), "the worker is started again")
-    cluster.until(lambda: any(job.processes("prefill-host2")), "it runs")
-    cluster.until(job.is_ready, "ready again", START_TIMEOUT_S)
+    log = job.run_dir / "prefill-host2.log"
+    is_back = lambda: log.read_text().count("prefill INFO ready\n") == 2  # noqa: E731
+    cluster.until(is_back, "it is ready again", START_TIMEOUT_S)
+    cluster.until(job.is_ready, "the router has it back")
 
     long = {**body, "max_tokens": 600, "ignore_eos": True}
     answers = []
-    asking = threading.Thread(target=lambda: answers.append(job.ask("/completions", long)))
+    asking = threading.Thread(target=lambda: answers.append(job.ask("/v1/completions", long)))
     asking.start()
-    metrics = lambda: urllib.request.urlopen(  # noqa: E731
-        job.client()["OPENAI_BASE_URL"].removesuffix("/v1") + "/metrics", timeout=10
-    )
+    metrics = lambda: urllib.request.urlopen(job.url() + "/metrics", timeout=10)  # noqa: E731
     running = 'kvxfer_num_requests_running{role="router",worker="router"} 1.0'
     cluster.until(lambda: running in metrics().read().decode(), "the answer is under way")
     cluster.run("scancel", "--batch", "--signal=TERM", job.id)
