@@ -19,11 +19,12 @@ A p99 is over the growths of a run; of each growth the peer counts that was told
 
 from __future__ import annotations
 
+import secrets
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,8 +41,8 @@ from kvxfer.launch.local import LocalLauncher
 
 if TYPE_CHECKING:
     from kvxfer.bench.scale_peers import SimulatedPeers
-    from kvxfer.bench.scale_worker import Stamp
 
+CONNECTOR = "nixl"
 START_TIMEOUT_S = 120.0
 WAIT_TIMEOUT_S = 60.0
 SETTLE_S = 2.0
@@ -105,52 +106,82 @@ def run_scale(options: ScaleOptions) -> int:
     return record.exit_code
 
 
-def _measure(options: ScaleOptions, undo: ExitStack) -> Scale:
-    from kvxfer.bench.scale_peers import SimulatedPeers
-    from kvxfer.bench.scale_worker import read_stamps
+@dataclass(frozen=True, slots=True)
+class _Scene:
+    """The worker and its peers, who know its address and have said nothing."""
 
-    found = Scale()
+    pid: int
+    peers: SimulatedPeers
+    full_blocks: int
+    stamps: Path
+
+    def share(self, act: Callable[[], object]) -> dict[str, float]:
+        """CPU time that the worker took while `act` ran, as a part of one core, by kind of
+        thread."""
+        before, begin_s = thread_times(self.pid), time.monotonic()
+        act()
+        took_ns = (time.monotonic() - begin_s) * 1e9
+        after = thread_times(self.pid)
+        return {kind: (after[kind] - before[kind]) / took_ns for kind in KINDS}
+
+
+def _start(options: ScaleOptions, undo: ExitStack, advance: Callable[[str], None]) -> _Scene:
+    from kvxfer.bench.scale_agents import read_agents
+    from kvxfer.bench.scale_peers import SimulatedPeers
+
     directory = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="kvxfer-scale-")))
-    stamps = directory / "stamps"
-    advance = undo.enter_context(_progress(options))
-    launcher = undo.enter_context(LocalLauncher(directory, lambda name, text: None))
-    worker = launcher.start("prefill", "prefill.watched", _arguments(options, stamps))
-    launcher.wait_for(lambda: worker.is_ready, START_TIMEOUT_S, "start of the worker")
+    stamps, told = directory / "stamps", directory / "told"
+
+    def on_step(name: str, text: str) -> None:
+        if name == "agents":
+            advance("agents of the peers")
+
+    launcher = undo.enter_context(LocalLauncher(directory, on_step))
+    worker = launcher.start("prefill", "prefill.watched", _worker_arguments(options, stamps))
+    agents = launcher.start("agents", "kvxfer.bench.scale_agents", _agents_arguments(options, told))
+    are_ready = lambda: worker.is_ready and agents.is_ready  # noqa: E731
+    launcher.wait_for(are_ready, START_TIMEOUT_S, "start of the worker and its peers' agents")
     peers = undo.enter_context(SimulatedPeers(worker.address, WAIT_TIMEOUT_S, launcher.check))
-    share = partial(_share, worker.process.pid)
     facts = peers.meet()
-    for number in range(options.peers):
-        peers.add(facts, f"decode-{number}")
-        advance("peers")
+    for one in read_agents(told).facts(facts):
+        peers.add(one)
+    full_blocks = options.cache_bytes // facts.geometry.specs[0].block_bytes
+    return _Scene(worker.process.pid, peers, full_blocks, stamps)
+
+
+def _measure(options: ScaleOptions, undo: ExitStack) -> Scale:
+    advance = undo.enter_context(_progress(options))
+    scene, found = _start(options, undo, advance), Scale()
+    peers = scene.peers
     peers.connect()
-    full = options.cache_bytes // facts.geometry.specs[0].block_bytes
-    peers.until(lambda: peers.status()["blocks_total"] == full, "a full cache")
-    found.alone = share(lambda: peers.stay(options.idle_s))
+    full = lambda: peers.status()["blocks_total"] == scene.full_blocks  # noqa: E731
+    peers.until(full, "a cache that is full")
+    found.alone = scene.share(lambda: peers.stay(options.idle_s))
     for run in range(options.runs):
         if run:
             peers.leave()
-        found.storms.append(share(peers.greet))
+        found.storms.append(scene.share(peers.greet))
         _note_welcomes(peers, found)
         advance("registration storms")
     peers.stay(SETTLE_S)
     for peer in peers.all:
         peer.silence_s = 0.0
-    found.idle = share(lambda: peers.stay(options.idle_s))
+    found.idle = scene.share(lambda: peers.stay(options.idle_s))
     found.silence_s = max(peer.silence_s for peer in peers.all)
     for _ in range(options.runs):
         _grow(peers, options.growths, lambda: advance("growths"))
-        _note_growths(peers, read_stamps(stamps), found)
+        _note_growths(scene, found)
     found.lost = peers.num_lost + options.peers - int(peers.status()["peers"])
     return found
 
 
-def _arguments(options: ScaleOptions, stamps: Path) -> list[str]:
+def _worker_arguments(options: ScaleOptions, stamps: Path) -> list[str]:
     """A cache that is never free enough grows whenever it may."""
     return [
         *("--model", "pattern"),
         *("--worker-id", "prefill-0"),
         *("--device", "cpu"),
-        *("--connector", "nixl"),
+        *("--connector", CONNECTOR),
         *("--lane", "push"),
         "--no-lane-test",
         *("--kv-cache-memory-bytes", str(options.cache_bytes)),
@@ -161,13 +192,13 @@ def _arguments(options: ScaleOptions, stamps: Path) -> list[str]:
     ]
 
 
-def _share(pid: int, act: Callable[[], object]) -> dict[str, float]:
-    """CPU time that a process took while `act` ran, as a part of one core, by kind of thread."""
-    before, begin_s = thread_times(pid), time.monotonic()
-    act()
-    took_ns = (time.monotonic() - begin_s) * 1e9
-    after = thread_times(pid)
-    return {kind: (after[kind] - before[kind]) / took_ns for kind in KINDS}
+def _agents_arguments(options: ScaleOptions, found: Path) -> list[str]:
+    return [
+        *("--connector", CONNECTOR),
+        *("--count", str(options.peers)),
+        *("--incarnation", secrets.token_hex(4)),
+        *("--found", str(found)),
+    ]
 
 
 def _note_welcomes(peers: SimulatedPeers, found: Scale) -> None:
@@ -196,11 +227,14 @@ def _is_settled(peers: SimulatedPeers, seen: int) -> bool:
     return is_told or time.monotonic() - peers.told_s > FULL_S
 
 
-def _note_growths(peers: SimulatedPeers, stamps: Mapping[int, Stamp], found: Scale) -> None:
+def _note_growths(scene: _Scene, found: Scale) -> None:
+    from kvxfer.bench.scale_worker import read_stamps
+
+    stamps, num_peers = read_stamps(scene.stamps), len(scene.peers.all)
     since: dict[str, list[float]] = {"commit": [], "first send": []}
-    for generation, told in peers.told.items():
+    for generation, told in scene.peers.told.items():
         found.num_growths += 1
-        found.untold += len(peers.all) - len(told)
+        found.untold += num_peers - len(told)
         stamp, last_s = stamps[generation], max(told.values())
         since["commit"].append(1e3 * (last_s - stamp.committed_s))
         since["first send"].append(1e3 * (last_s - stamp.first_send_s))
@@ -239,7 +273,7 @@ def _progress(options: ScaleOptions) -> Iterator[Callable[[str], None]]:
 
     console = Console()
     totals = {
-        "peers": options.peers,
+        "agents of the peers": options.peers,
         "registration storms": options.runs,
         "growths": options.runs * options.growths,
     }

@@ -1,14 +1,14 @@
-"""Many peers of one worker, in one process: whom the worker of `kvxfer bench scale` is met by.
+"""Many peers of one worker, simulated: who meets the worker of `kvxfer bench scale`.
 
-| each peer has of its own                      | what a real one has besides                    |
-| ---                                           | ---                                            |
-| a ZeroMQ socket and an identity               | a process: all are read by one thread, and     |
-|                                               | its time for others' mail counts as on the way |
-| Hello, acknowledgements, heartbeats, Goodbye  | a state machine: here what is told is          |
-|                                               | acknowledged at once, and no connector learns  |
-|                                               | it                                             |
-| a NIXL agent, which the worker really gets to | KV: all agents register the same few pages,    |
-| know, and reads a little from                 | and no prompt is sent                          |
+| each has of its own                          | what a real one has besides                     |
+| ---                                          | ---                                             |
+| a ZeroMQ socket and an identity              | a process: one thread reads for all, and its    |
+|                                              | time for others' mail counts as on the way      |
+| Hello, acknowledgements, heartbeats, Goodbye | a state machine: here what is told is           |
+|                                              | acknowledged at once, and no connector learns   |
+|                                              | it                                              |
+| a NIXL agent (`scale_agents`), which the     | KV: all agents register the same few pages, and |
+| worker gets to know, and reads a little from | no prompt is sent                               |
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-
-import msgspec
 
 from kvxfer.control.cache_messages import CacheState, RegionsRevoke, RegionsRevoked, Shrink
 from kvxfer.control.channel import Channel, Letter
-from kvxfer.control.facts import RankFacts, WorkerFacts
+from kvxfer.control.facts import WorkerFacts
 from kvxfer.control.messages import (
     WIRE_VERSION,
     Goodbye,
@@ -39,11 +36,6 @@ from kvxfer.control.messages import (
 from kvxfer.control.resync_messages import HelloWanted, RegionsAt
 from kvxfer.control.router_messages import Status, StatusQuery
 from kvxfer.errors import CacheError, ControlError, DeadlineExceeded, HandshakeRejected
-from kvxfer.memory.host import HostDriver
-from kvxfer.memory.virtual_buffer import VirtualBuffer
-from kvxfer.transfer.connector import Connector, Direction, MemoryWindow, load_connectors
-from kvxfer.transfer.multi import MultiConnector
-from kvxfer.transfer.regions import Region
 
 BEAT_S = 5.0 / 6
 """Between heartbeats: a worker's, of the usual `peer_timeout_s`."""
@@ -71,7 +63,6 @@ class SimulatedPeer:
 
     key: str
     facts: WorkerFacts
-    connector: MultiConnector
     is_connected: bool = False
     hello_s: float = 0.0
     welcomed_s: float = 0.0
@@ -105,21 +96,14 @@ class SimulatedPeers:
         """When anybody was last told of one for the first time."""
         self.num_lost = 0
         """How often the worker said that it does not know a peer any more."""
-        with ExitStack() as undo:
-            driver = HostDriver()
-            self._buffer = VirtualBuffer(driver, driver.granularity)
-            undo.callback(self._buffer.close)
-            self._buffer.commit([(0, driver.granularity)])
-            self._channel = PeersChannel("peers")
-            undo.callback(self._channel.close)
-            self._router = self._channel.dial_as(f"router.{secrets.token_hex(4)}", address)
-            self._undo = undo.pop_all()
+        self._channel = PeersChannel("peers")
+        self._router = self._channel.dial_as(f"router.{secrets.token_hex(4)}", address)
 
     def __enter__(self) -> SimulatedPeers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._undo.close()
+        self._channel.close()
 
     @property
     def all(self) -> Sequence[SimulatedPeer]:
@@ -161,31 +145,11 @@ class SimulatedPeers:
 
     # --- the peers ------------------------------------------------------------------------------
 
-    def add(self, worker: WorkerFacts, name: str) -> None:
-        """One more, which fits the `worker` and dials it, and says no Hello yet. Raises
-        ConnectorError."""
-        incarnation = secrets.token_hex(4)
-        buffer = self._buffer
-        window = MemoryWindow(buffer.base_address, buffer.driver.granularity, "cpu", buffer)
-        types = _connectors_of(worker)
-        connector = MultiConnector.open(types, f"{name}.{incarnation}", window, Direction.PULL)
-        self._undo.callback(connector.close)
-        regions = [Region(chunk.offset, chunk.size) for chunk in buffer.chunks]
-        connector.register(regions)
-        rank = RankFacts(buffer.base_address, connector.describe(regions), [connector.invite()])
-        facts = msgspec.structs.replace(
-            worker,
-            role="decode",
-            worker_id=name,
-            incarnation=incarnation,
-            ranks=[rank],
-            regions=regions,
-            generation=1,
-            epoch=0,
-        )
-        key = self._channel.dial_as(f"{name}.{incarnation}", self._address)
-        self._peers[key] = SimulatedPeer(key, facts, connector)
-        self.turn(0.0)
+    def add(self, facts: WorkerFacts) -> None:
+        """One more, which dials the worker and says no Hello yet."""
+        identity = f"{facts.worker_id}.{facts.incarnation}"
+        key = self._channel.dial_as(identity, self._address)
+        self._peers[key] = SimulatedPeer(key, facts)
 
     def connect(self) -> None:
         """Until each has a connection that carries both ways."""
@@ -244,7 +208,6 @@ class SimulatedPeers:
         self._check()
         self._says(self._router, Heartbeat())
         for peer in self.all:
-            peer.connector.poll()  # what the worker begins with its agent goes on
             if peer.welcomed_s:
                 self._channel.send(peer.key, Heartbeat())
                 self._channel.send(peer.key, RegionsAt(peer.facts.epoch, peer.facts.generation))
@@ -286,9 +249,3 @@ class SimulatedPeers:
     def _note(self, peer: SimulatedPeer, generation: int, now_s: float) -> None:
         if peer.key not in self.told[generation]:
             self.told[generation][peer.key] = self.told_s = now_s
-
-
-def _connectors_of(worker: WorkerFacts) -> dict[str, type[Connector]]:
-    """Those that it offers lanes of."""
-    names = dict.fromkeys(lane.partition("/")[0] for lane in worker.lanes)
-    return load_connectors(",".join(names))
