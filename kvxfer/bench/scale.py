@@ -46,11 +46,11 @@ CONNECTOR = "nixl"
 START_TIMEOUT_S = 120.0
 WAIT_TIMEOUT_S = 60.0
 SETTLE_S = 2.0
-"""After storms: what a worker does about peers that came back is done by then."""
+"""After peers that had left came back: what a worker does about that is done by then."""
 FULL_S = 1.0
 """Without a growth, a cache that grows twice a second is full."""
 UPDATE_BAR_MS = 50.0
-INITIAL_BLOCKS = 8
+INITIAL_BLOCKS = 16
 
 
 @Parameter(name="*")
@@ -115,6 +115,10 @@ class _Scene:
     full_blocks: int
     stamps: Path
 
+    def is_full(self) -> bool:
+        """Whether the worker's cache can grow no further."""
+        return self.peers.status()["blocks_total"] == self.full_blocks
+
     def share(self, act: Callable[[], object]) -> dict[str, float]:
         """CPU time that the worker took while `act` ran, as a part of one core, by kind of
         thread."""
@@ -154,22 +158,22 @@ def _measure(options: ScaleOptions, undo: ExitStack) -> Scale:
     scene, found = _start(options, undo, advance), Scale()
     peers = scene.peers
     peers.connect()
-    full = lambda: peers.status()["blocks_total"] == scene.full_blocks  # noqa: E731
-    peers.until(full, "a cache that is full")
+    peers.until(scene.is_full, "a cache that is full")
     found.alone = scene.share(lambda: peers.stay(options.idle_s))
     for run in range(options.runs):
-        if run:
+        if run > 0:
             peers.leave()
         found.storms.append(scene.share(peers.greet))
         _note_welcomes(peers, found)
         advance("registration storms")
-    peers.stay(SETTLE_S)
+    if options.runs > 1:
+        peers.stay(SETTLE_S)
     for peer in peers.all:
         peer.silence_s = 0.0
     found.idle = scene.share(lambda: peers.stay(options.idle_s))
     found.silence_s = max(peer.silence_s for peer in peers.all)
     for _ in range(options.runs):
-        _grow(peers, options.growths, lambda: advance("growths"))
+        _grow(scene, options.growths, lambda: advance("growths"))
         _note_growths(scene, found)
     found.lost = peers.num_lost + options.peers - int(peers.status()["peers"])
     return found
@@ -207,15 +211,15 @@ def _note_welcomes(peers: SimulatedPeers, found: Scale) -> None:
     found.welcome_ms["p50"].append(statistics.median(waits_ms))
 
 
-def _grow(peers: SimulatedPeers, count: int, advance: Callable[[], None]) -> None:
+def _grow(scene: _Scene, count: int, advance: Callable[[], None]) -> None:
     """`count` growths, which `peers.told` has then."""
+    peers, seen = scene.peers, 0
     peers.told.clear()
-    seen = 0
     while seen < count:
-        peers.until(partial(_is_settled, peers, seen), "a growth of the worker")
-        if len(peers.told) == seen:
+        if scene.is_full():
             peers.shrink([INITIAL_BLOCKS])
-        else:
+        peers.until(partial(_is_settled, peers, seen), "a growth of the worker")
+        if len(peers.told) > seen:
             seen += 1
             advance()
 

@@ -78,7 +78,7 @@ class SimulatedPeer:
 
 class SimulatedPeers:
     """And a router, which asks. One thread; a context. What is waited for has `timeout_s`, then
-    DeadlineExceeded; `check` is called all the while, and may raise."""
+    DeadlineExceeded; `check` is called at each turn, and may raise."""
 
     def __init__(
         self, address: str, timeout_s: float, check: Callable[[], None] = lambda: None
@@ -203,9 +203,9 @@ class SimulatedPeers:
             self._next_beat_s = now_s + BEAT_S
             self._beat()
         self._channel.let_go()
+        self._check()
 
     def _beat(self) -> None:
-        self._check()
         self._says(self._router, Heartbeat())
         for peer in self.all:
             if peer.welcomed_s:
