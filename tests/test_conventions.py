@@ -70,6 +70,7 @@ VENDOR_ROOMS = {
     "aiohttp": ("kvxfer/bench/serving/",),
     "rich": ("kvxfer/demo/screen.py", "kvxfer/bench/connectors/screen.py",
              "kvxfer/bench/comparison.py", "kvxfer/bench/growth_screen.py",
+             "kvxfer/bench/scale.py",
              "kvxfer/bench/serving/", "kvxfer/doctor/screen.py",
              "kvxfer/serve/progress.py", "kvxfer/serve/status_screen.py"),
 }  # fmt: skip
