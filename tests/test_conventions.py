@@ -245,7 +245,7 @@ def test_errors_are_drawn_at_the_top_of_their_file() -> None:
 
 
 def test_no_simple_queue_is_waited_for():
-    """With a timeout it may wait for good (`kvxfer.worker.work_thread` has the fact)."""
+    """With a timeout it may wait for good (`kvxfer.worker.jobs` has the fact)."""
     users = [path for path in SOURCES if "SimpleQueue[" in path.read_text()]
     assert users, "kvxfer/worker/mailbox.py has one"
     calls = {path.name: set(_calls(path)) & {"get"} for path in users}

@@ -1,14 +1,8 @@
-"""A thread that does one job after another and reports to the control thread.
-
-Fact (CPython 3.11 and 3.12, measured): a SimpleQueue's `get` with a timeout may wait for the next
-`put`, however long, where the one before came just as a `get` timed out and this thread is then not
-scheduled for longer than the timeout. Queue's does not.
-"""
+"""A thread that does one job after another and reports to the control thread."""
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvxfer.errors import KvxferError, WorkerDied
+from kvxfer.worker.jobs import Jobs
 from kvxfer.worker.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
@@ -32,6 +27,10 @@ class Job:
     failed: Callable[[KvxferError], None]
 
 
+class _End:
+    """After the last job."""
+
+
 class WorkThread:
     """Jobs run here, in order; what they return or raise is handled in the control thread.
 
@@ -45,7 +44,7 @@ class WorkThread:
         """`begin` runs first, in the thread."""
         self._reports = reports
         self._begin = begin
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._jobs: Jobs[Job | _End] = Jobs()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self) -> None:
@@ -61,7 +60,7 @@ class WorkThread:
 
     def stop(self, timeout_s: float) -> bool:
         """Let the jobs before this one end; False if they did not within `timeout_s`."""
-        self._jobs.put(None)
+        self._jobs.put(_End())
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -77,13 +76,11 @@ class WorkThread:
         try:
             self._begin()
             while True:
-                try:
-                    job = self._jobs.get(timeout=self.idle())
-                except queue.Empty:
-                    continue
-                if job is None:
+                job = self._jobs.take(self.idle())
+                if isinstance(job, _End):
                     return
-                self._execute(job)
+                if job is not None:
+                    self._execute(job)
         except WorkerDied as error:  # told already, in one line
             self._reports.put(partial(_raise, error))
         except Exception as error:
