@@ -18,7 +18,7 @@ from support.forked import name_of
 ROOT = Path(__file__).parent.parent
 WORKER_MODULES = (
     *("prefill", "decode", "kvxfer.worker.single", "kvxfer.worker.rank_process"),
-    "kvxfer.bench.growth_worker",
+    *("kvxfer.bench.growth_worker", "kvxfer.bench.scale_agents", "prefill.watched"),
 )
 FORKED = {name_of(module) for module in WORKER_MODULES}
 RUN_MARK = f"KVXFER_TEST_RUN={os.getpid()}"

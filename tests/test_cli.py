@@ -54,6 +54,8 @@ def taken_port() -> Iterator[int]:
         yield taken.getsockname()[1]
 
 
+NEAR, FAR = "tcp://127.0.0.1:5", "tcp://10.1.2.3:5"
+NO_KEY = ("--key-file", "/nowhere/x.key", "--peer-keys", "/nowhere")
 WRONG = [
     (("serve",), ("--model",)),
     (("serve", "--model", "/nowhere"), ("model", "/nowhere", "not a directory")),
@@ -74,6 +76,12 @@ WRONG = [
     (("router", *ROUTER, "--port", "-1"), ("port", "-1")),
     (("router", *ROUTER, "--api-key", "two words"), ("api_key",)),
     (("router", *ROUTER, "--decode", "tcp://10.1.2.3:5"), ("decode", "10.1.2.3", "key_file")),
+    (("router", *MODEL, "--decode", NEAR, "--prefill", FAR), ("prefill", FAR, "key_file")),
+    (("router", *ROUTER, *NO_KEY), ("key_file", "/nowhere/x.key", "No such file")),
+    (("router", *ROUTER, *NO_KEY[:2]), ("key_file", "peer_keys")),
+    (("router", *ROUTER, "--decode", f"{NEAR}#it"), ("decode", f"{NEAR}#it", "key_file")),
+    (("serve", *MODEL, *NO_KEY), ("key_file", "/nowhere/x.key", "No such file")),
+    (("serve", *MODEL, *NO_KEY[2:]), ("peer_keys", "key_file")),
     (("router", *ROUTER, "--shutdown-timeout-s", "-1"), ("shutdown_timeout_s", "-1")),
     (("prefill", *MODEL, "--no-such"), ("--no-such",)),
     (("decode", "--prefill", "tcp://127.0.0.1:1"), ("--model",)),

@@ -72,7 +72,8 @@ VENDOR_ROOMS = {
     "simpy": ("kvxfer/bench/simulate/",),
     "rich": ("kvxfer/demo/screen.py", "kvxfer/bench/connectors/screen.py",
              "kvxfer/bench/comparison.py", "kvxfer/bench/growth_screen.py",
-             "kvxfer/bench/serving/", "kvxfer/bench/simulate/", "kvxfer/doctor/screen.py",
+             "kvxfer/bench/scale.py", "kvxfer/bench/serving/", "kvxfer/bench/simulate/",
+             "kvxfer/doctor/screen.py",
              "kvxfer/serve/progress.py", "kvxfer/serve/status_screen.py"),
 }  # fmt: skip
 
@@ -246,7 +247,7 @@ def test_errors_are_drawn_at_the_top_of_their_file() -> None:
 
 
 def test_no_simple_queue_is_waited_for():
-    """With a timeout it may wait for good (`kvxfer.worker.work_thread` has the fact)."""
+    """With a timeout it may wait for good (`kvxfer.worker.jobs` has the fact)."""
     users = [path for path in SOURCES if "SimpleQueue[" in path.read_text()]
     assert users, "kvxfer/worker/mailbox.py has one"
     calls = {path.name: set(_calls(path)) & {"get"} for path in users}

@@ -18,6 +18,7 @@ from kvxfer.bench.layouts import LayoutsOptions
 from kvxfer.bench.namespaces import NamespacesOptions
 from kvxfer.bench.readme import ReadmeOptions
 from kvxfer.bench.residency import ResidencyOptions
+from kvxfer.bench.scale import ScaleOptions
 from kvxfer.bench.serving.options import ServingOptions
 from kvxfer.bench.serving_overhead import ServingOverheadOptions
 from kvxfer.bench.share import ShareOptions
@@ -175,6 +176,19 @@ def control(options: ControlOptions = ControlOptions()) -> int:  # noqa: B008
     from kvxfer.bench.control import run_control
 
     return run_control(options)
+
+
+@bench.command
+def scale(options: ScaleOptions = ScaleOptions()) -> int:  # noqa: B008
+    """One worker with many peers, which are simulated: how late they hear that it has grown, how
+    long a storm of registrations takes, and what CPU that and their heartbeats cost.
+
+    Exit code 1 where a bar is missed, an update was not told or a peer was lost.
+    Example: kvxfer bench scale --peers 64 --json tests/bench/results/scale-control.json
+    """
+    from kvxfer.bench.scale import run_scale
+
+    return run_scale(options)
 
 
 @bench.command

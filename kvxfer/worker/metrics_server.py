@@ -53,7 +53,7 @@ class MetricsServer:
         """Answer with `text`, which the thread that drains `reports` calls."""
 
         def ask() -> str | None:
-            told: queue.Queue[str] = queue.Queue()  # not a SimpleQueue: `worker.work_thread`
+            told: queue.Queue[str] = queue.Queue()  # not a SimpleQueue: `worker.jobs`
             reports.put(lambda: told.put(text()))
             try:
                 return told.get(timeout=ANSWER_TIMEOUT_S)

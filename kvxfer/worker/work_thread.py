@@ -1,14 +1,8 @@
-"""A thread that does one job after another and reports to the control thread.
-
-Fact (CPython 3.11 and 3.12, measured): a SimpleQueue's `get` with a timeout may wait for the next
-`put`, however long, where the one before came just as a `get` timed out and this thread is then not
-scheduled for longer than the timeout. Queue's does not.
-"""
+"""A thread that does one job after another and reports to the control thread."""
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +12,7 @@ from typing import Any, TypeVar
 
 from kvxfer.errors import KvxferError, WorkerDied
 from kvxfer.memory.steps import Steps
+from kvxfer.worker.jobs import Jobs
 from kvxfer.worker.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
@@ -34,6 +29,10 @@ class Job:
     failed: Callable[[KvxferError], None]
 
 
+class _End:
+    """After the last job."""
+
+
 class WorkThread:
     """Jobs run here, in order; what they return or raise is handled in the control thread.
 
@@ -47,7 +46,7 @@ class WorkThread:
         """`begin` runs first, in the thread."""
         self._reports = reports
         self._begin = begin
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._jobs: Jobs[Job | _End] = Jobs()
         self._long: deque[tuple[Steps[Any], Job]] = deque()
         """Begun, or next to begin, one after the other; each turn takes a step of the first."""
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -80,7 +79,7 @@ class WorkThread:
     def stop(self, timeout_s: float) -> bool:
         """Let the jobs before this one end, but give up what has steps left; False if that took
         longer than `timeout_s`."""
-        self._jobs.put(None)
+        self._jobs.put(_End())
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -97,14 +96,11 @@ class WorkThread:
             self._begin()
             while True:
                 wait_s = self.idle()
-                try:
-                    job = self._jobs.get(timeout=0 if self._long else wait_s)
-                except queue.Empty:
-                    pass
-                else:
-                    if job is None:
-                        self._give_up()
-                        return
+                job = self._jobs.take(0 if self._long else wait_s)
+                if isinstance(job, _End):
+                    self._give_up()
+                    return
+                if job is not None:
                     self._execute(job)
                 if self._long:
                     self._step()

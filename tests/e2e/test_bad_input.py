@@ -137,3 +137,21 @@ def test_worker_options(option: str, value: str, fork_server: ForkServer) -> Non
     last = done.err.strip().splitlines()[-1]
     assert option.removeprefix("--").replace("-", "_") in last
     assert value in last
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ((), ("listen", "tcp://10.1.2.3:5601", "key_file")),
+        (("--key-file", "/nowhere/x.key"), ("key_file", "/nowhere/x.key", "peer_keys")),
+        (("--peer-keys", "/nowhere"), ("peer_keys", "/nowhere", "key_file")),
+    ],
+    ids=["none", "no allowed ones", "not its own"],
+)
+def test_a_worker_that_others_could_reach_needs_keys(
+    role: str, keys: tuple[str, ...], named: tuple[str, ...], fork_server: ForkServer
+) -> None:
+    listen = ("--listen", "tcp://10.1.2.3:5601")
+    done = fork_server.run(role, "--model", str(TINY_MODEL), *listen, *keys)
+    done.check_one_clear_line(2, *named)

@@ -216,6 +216,15 @@ def run_null_router(order: dict[str, Any], fd: int) -> int:
     return 0
 
 
+def speak(wire_version: int) -> None:
+    """As a build of that wire version: every module of ours that knows of one."""
+    known = [one for name, one in sys.modules.items() if name.startswith("kvxfer.")]
+    named = [one for one in known if hasattr(one, "WIRE_VERSION")]
+    assert len(named) > 3, named
+    for one in named:
+        one.WIRE_VERSION = wire_version  # type: ignore[attr-defined]
+
+
 def run_child(order: dict[str, Any], fds: list[int]) -> int:
     """In the forked child. `fds` are the log and what tells of its start (or takes orders)."""
     log, told = fds
@@ -224,6 +233,8 @@ def run_child(order: dict[str, Any], fds: list[int]) -> int:
     os.close(log)
     if order["namespaces"]:
         enter(order["namespaces"])
+    if wire_version := order.get("wire_version"):
+        speak(wire_version)
     if order.get("stale"):
         from support.stale_process import run_stale
 
