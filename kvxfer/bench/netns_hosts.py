@@ -26,7 +26,6 @@ PREFIX_BITS = 24
 MTU = 1500
 SWITCH = "switch"
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
-_SWITCH_UP = 5.0
 
 
 class Hosts:
@@ -79,8 +78,8 @@ class Hosts:
         except subprocess.TimeoutExpired as error:
             raise KvxferError(f"{command}: not within {COMMAND_TIMEOUT_S:g} s") from error
         if done.returncode != 0:
-            words = " ".join(done.stderr.split()) or f"code {done.returncode}"
-            raise KvxferError(f"{command} on {name}: {words}")
+            said = " ".join(done.stderr.split()) or f"code {done.returncode}"
+            raise KvxferError(f"{command} on {name}: {said}")
         return done.stdout
 
     def shape(self, mbit: int) -> None:
@@ -97,6 +96,10 @@ class Hosts:
     def heal(self, name: str) -> None:
         self.run(SWITCH, f"ip link set {name} up")
 
+    def net(self, name: str) -> dict[str, str]:
+        """For `kvxfer.bench.netns.enter`: a thread of ours that then talks as one on `name`."""
+        return {"net": f"/proc/{self._holders[name].pid}/ns/net"}
+
     def sent_bytes(self, name: str) -> int:
         """What `name` has put on its link so far, headers included."""
         text = Path(f"/proc/{self._holders[name].pid}/net/dev").read_text()
@@ -108,7 +111,10 @@ class Hosts:
 
     def _plug_in(self, name: str) -> None:
         pid = self._holders[name].pid
-        self.run(SWITCH, f"ip link add name {name} mtu {self._mtu} type veth peer name {DEVICE} netns {pid}")
+        self.run(
+            SWITCH,
+            f"ip link add name {name} mtu {self._mtu} type veth peer name {DEVICE} netns {pid}",
+        )
         self.run(SWITCH, f"ip link set {name} master br0 up")
         self.run(name, f"ip link set {DEVICE} mtu {self._mtu}")
         self.run(name, f"ip address add {self.address(name)}/{PREFIX_BITS} dev {DEVICE}")

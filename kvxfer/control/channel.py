@@ -17,7 +17,15 @@ from typing import Any
 
 import zmq
 
-from kvxfer.control.addresses import IPC, SocketFile, check_address, check_free, split_name
+from kvxfer.control.addresses import (
+    IPC,
+    SocketFile,
+    check_address,
+    check_advertised,
+    check_free,
+    split_name,
+    with_port,
+)
 from kvxfer.control.auth import DOMAIN, Door, Keys
 from kvxfer.control.batches import NOW, Batches
 from kvxfer.control.messages import Hello, Message, Reject
@@ -99,9 +107,15 @@ class Channel:
         listen: str | None = None,
         keys: Keys | None = None,
         codec: Codec = WORKERS,
+        advertise: str = "",
     ) -> None:
+        """`advertise` is what others dial, where that is not `listen`; its port may be 0."""
         if listen is not None:
-            check_address("listen", listen, has_keys=keys is not None, binds=True)
+            has_keys = keys is not None
+            told = bool(advertise)
+            check_address("listen", listen, has_keys=has_keys, binds=True, is_advertised=told)
+            if advertise:
+                check_advertised(advertise, listen, has_keys)
             check_free("listen", listen)
         self._keys = keys
         self._codec = codec
@@ -121,9 +135,9 @@ class Channel:
         self.address = ""
         """Where others reach us, with the port that was really bound."""
         if listen is not None:
-            self._bind(listen)
+            self._bind(listen, advertise)
 
-    def _bind(self, listen: str) -> None:
+    def _bind(self, listen: str, advertise: str) -> None:
         if self._keys is not None:
             self._door = Door(self._context, self._keys)
             self._poller.register(self._door.socket, zmq.POLLIN)
@@ -141,7 +155,8 @@ class Channel:
             raise UsageError("listen", listen, f"cannot bind: {error}") from error
         endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
-        self.address = endpoint.decode().rstrip("\0")
+        bound = endpoint.decode().rstrip("\0")
+        self.address = with_port(advertise, bound) if advertise else bound
         if self._keys is not None:
             self.address += f"#{self._keys.name}"
 
