@@ -10,11 +10,11 @@ Facts, measured on Linux 6.18 with UCX 1.23 (those of `kvxfer.bench.netns` hold 
 
 from __future__ import annotations
 
-import select
+import re
 import subprocess
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from kvxfer.bench.netns import BURST_BYTES, COMMAND_TIMEOUT_S, LONGEST_QUEUE, hold
@@ -95,6 +95,26 @@ class Hosts:
 
     def heal(self, name: str) -> None:
         self.run(SWITCH, f"ip link set {name} up")
+
+    @contextmanager
+    def losing(self, percent: int) -> Iterator[None]:
+        """Every host drops this share of the packets that come to it, as TCP will notice."""
+        chain = "{ type filter hook input priority 0 ; }"
+        for name in self.names:
+            self.run(name, "nft add table inet losing")
+            self.run(name, ["nft", f"add chain inet losing input {chain}"])
+            which = f'iifname "{DEVICE}" numgen random mod 100 < {percent} counter drop'
+            self.run(name, ["nft", f"add rule inet losing input {which}"])
+        try:
+            yield
+        finally:
+            for name in self.names:
+                self.run(name, "nft delete table inet losing")
+
+    def num_lost(self) -> int:
+        """Packets that all hosts have dropped; while they are `losing`."""
+        told = "".join(self.run(name, "nft list table inet losing") for name in self.names)
+        return sum(map(int, re.findall(r"counter packets (\d+)", told)))
 
     def net(self, name: str) -> dict[str, str]:
         """For `kvxfer.bench.netns.enter`: a thread of ours that then talks as one on `name`."""
