@@ -18,7 +18,6 @@ from support.namespaces import skip_unless_permitted
 from support.several_hosts import (
     CHUNK,
     MODEL,
-    PORT,
     ROUTER,
     Answer,
     Placed,
@@ -36,7 +35,7 @@ TOKEN_BYTES = 4096
 THREE = [Placed("prefill-0"), Placed("decode-0")]
 FOUR = [
     Placed("prefill-0"),
-    Placed("prefill-1", "--listen tcp://0.0.0.0:5601 --advertise tcp://10.0.0.2:5601"),
+    Placed("prefill-1", is_advertised=True),
     Placed("decode-0"),
     Placed("decode-1"),
 ]
@@ -124,9 +123,10 @@ def test_a_link_is_cut_and_healed(
     three.hosts.cut(cut)
     cut_s = time.monotonic()
     answers = [one.result(60) for one in asked]
-    failed = [one for one in answers if one.error]
-    assert failed, "the link was cut too late"
-    assert max(one.ended_s for one in answers) - cut_s < 35, "the request's own time limit is 30 s"
+    errors = {one.error for one in answers if one.error}
+    assert errors, "the link was cut too late"
+    assert all("nothing heard for 3 s" in error and cut in error for error in errors), errors
+    assert max(one.ended_s for one in answers) - cut_s < 25, "a request's time limit is 20 s"
     for one in answers:
         if not one.error:
             one.check(single)
@@ -134,7 +134,7 @@ def test_a_link_is_cut_and_healed(
     three.hosts.heal(cut)
     three.hosts.shape(1000)
     healed_s = time.monotonic()
-    three.until(lambda: not three.ask(text[:300]).result(60).error, 40, "a new one is served")
+    three.until(lambda: not three.ask(text[:300]).result(60).error, 15, "a new one is served")
     print(f"healed in {time.monotonic() - healed_s:.1f} s")
     three.ask(text[:700]).result(60).check(single)
     three.until(three.is_idle, 40, "all blocks are free")
@@ -189,4 +189,3 @@ def test_four_hosts_with_long_frames_use_all_pairs(
         }
         service.until(service.is_idle, 20, "all blocks are free")
         service.check_logs()
-    assert PORT == 8000

@@ -51,7 +51,7 @@ VARIABLES: Mapping[str, str] = {
     "KVXFER_ENABLE_PREFIX_CACHING": "false",
     "KVXFER_KV_COMMIT": "elastic",
     "KVXFER_KV_INITIAL_BLOCKS": "24",
-    "KVXFER_REQUEST_TIMEOUT_S": "30",
+    "KVXFER_REQUEST_TIMEOUT_S": "20",
     "KVXFER_PEER_TIMEOUT_S": "3",
 }
 """A small cache that grows; every prompt is handed over as a whole."""
@@ -66,6 +66,13 @@ def commands() -> dict[str, str]:
         key = where.removeprefix("on ")
         found[f"{key} {sum(one.startswith(key) for one in found)}"] = command
     return {key if key.startswith("anywhere") else key.split()[0]: found[key] for key in found}
+
+
+def advertised() -> str:
+    """What the README has prefill say where its address is not one to bind."""
+    found = re.search(r"`(--listen \S+ --advertise \S+)`", README.read_text())
+    assert found is not None and f"tcp://{PREFILL}:5601" in found[1]
+    return found[1]
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,8 @@ class Placed:
     """A worker, and what differs from the README's."""
 
     name: str
-    more: str = ""
+    is_advertised: bool = False
+    """Its host's address is not the one that it binds."""
 
     @property
     def role(self) -> str:
@@ -151,7 +159,9 @@ class SeveralHosts:
             worker = self.workers[name]
             address = {"prefill": PREFILL, "decode": DECODE}[worker.role]
             text = commands()[address].replace(f"{worker.role}-0", name)
-            text = text.replace(address, self.hosts.address(name)).rstrip() + f" {worker.more}"
+            if worker.is_advertised:
+                text = text.replace(f"--listen tcp://{address}:5601", advertised())
+            text = text.replace(address, self.hosts.address(name))
         return text.replace("DIR", shlex.quote(str(TINY_MODEL)))
 
     @property
