@@ -89,12 +89,14 @@ class Hosts:
             self.run(name, f"tc qdisc replace dev {DEVICE} {limit}")
             self.run(SWITCH, f"tc qdisc replace dev {name} {limit}")
 
-    def cut(self, name: str) -> None:
-        """Pull the cable of `name` out at the switch: its carrier goes."""
+    @contextmanager
+    def cut(self, name: str) -> Iterator[None]:
+        """Pull the cable of `name` out at the switch, where its carrier goes, and put it back."""
         self.run(SWITCH, f"ip link set {name} down")
-
-    def heal(self, name: str) -> None:
-        self.run(SWITCH, f"ip link set {name} up")
+        try:
+            yield
+        finally:
+            self.run(SWITCH, f"ip link set {name} up")
 
     @contextmanager
     def losing(self, percent: int) -> Iterator[None]:

@@ -51,11 +51,9 @@ VARIABLES: Mapping[str, str] = {
     "KVXFER_ENABLE_PREFIX_CACHING": "false",
     "KVXFER_KV_COMMIT": "elastic",
     "KVXFER_KV_INITIAL_BLOCKS": "24",
-    "KVXFER_REQUEST_TIMEOUT_S": "20",
     "KVXFER_PEER_TIMEOUT_S": "3",
 }
 """A small cache that grows; every prompt is handed over as a whole."""
-ROUTER_VARIABLES = {key: VARIABLES[key] for key in VARIABLES if key.endswith("TIMEOUT_S")}
 
 
 def commands() -> dict[str, str]:
@@ -113,11 +111,18 @@ class SeveralHosts:
     """Workers, each on a host called as it is, and a router on `router_on`. A context."""
 
     def __init__(
-        self, directory: Path, workers: Sequence[Placed], router_on: str, mtu: int = 1500
+        self,
+        directory: Path,
+        workers: Sequence[Placed],
+        router_on: str,
+        *,
+        mtu: int = 1500,
+        request_timeout_s: int = 120,
     ) -> None:
         self.directory = directory
         self.workers = {one.name: one for one in workers}
         self._router_on = router_on
+        self._variables = {**VARIABLES, "KVXFER_REQUEST_TIMEOUT_S": str(request_timeout_s)}
         self._hosts = dict.fromkeys([*self.workers, router_on])
         self.hosts = Hosts(directory, list(self._hosts), mtu)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -137,9 +142,14 @@ class SeveralHosts:
                 ThreadPoolExecutor(16, initializer=enter, initargs=(there,))
             )
             self.client = undo.enter_context(
-                openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=60, max_retries=0)
+                openai.OpenAI(
+                    base_url=f"http://{self.router_ip}:{PORT}/v1",
+                    api_key="none",
+                    timeout=120,
+                    max_retries=0,
+                )
             )
-            wait_until(self._is_ready, START_TIMEOUT_S, "all pairs")
+            self.until(self._is_ready, START_TIMEOUT_S, "all pairs")
             self._undo = undo.pop_all()
         return self
 
@@ -168,18 +178,13 @@ class SeveralHosts:
     def router_ip(self) -> str:
         return self.hosts.address(self._router_on)
 
-    @property
-    def url(self) -> str:
-        return f"http://{self.router_ip}:{PORT}"
-
     def address(self, worker: str) -> str:
         return f"tcp://{self.hosts.address(worker)}:5601#{worker}"
 
     def start(self, name: str) -> None:
         """As a user does in a shell on its host, in the directory with its keys."""
         host = self._router_on if name == "router-0" else name
-        wanted = ROUTER_VARIABLES if name == "router-0" else VARIABLES
-        command = self.in_shell(host, f"exec {self.command(name).strip()}", **wanted)
+        command = self.in_shell(host, f"exec {self.command(name).strip()}", **self._variables)
         with self.log_of(name).open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -215,19 +220,16 @@ class SeveralHosts:
 
     def is_idle(self) -> bool:
         """Nothing is held for anybody, and nothing was lost."""
-        workers = self.status().values()
-        caches = [worker["cache"] for worker in workers]
-        return not any(worker["num_requests"] for worker in workers) and all(
-            one["blocks_used"] + one["blocks_quarantined"] == 0
-            and one["committed_bytes"] == one["registered_bytes"] > 0
-            for one in caches
+        return all(
+            one["num_requests"] == cache["blocks_used"] == cache["blocks_quarantined"] == 0
+            and cache["committed_bytes"] == cache["registered_bytes"] > 0
+            for one in self.status().values()
+            for cache in [one["cache"]]
         )
 
-    def lanes(self) -> dict[tuple[str, str], float]:
-        """GB/s of each pair's lane, by decode and prefill worker."""
-        decodes = [one for one in self.status().values() if one["role"] == "decode"]
-        assert all(lane["lane"] == "nixl/push" for one in decodes for lane in one["lanes"])
-        return {(one["id"], lane["peer"]): lane["gbps"] for one in decodes for lane in one["lanes"]}
+    def lanes(self) -> list[str]:
+        """Of all pairs, as both ends say."""
+        return [lane["lane"] for one in self.status().values() for lane in one["lanes"]]
 
     def check_logs(self) -> None:
         for name in self.processes:
@@ -249,19 +251,17 @@ class SeveralHosts:
         return Answer(prompt, max_tokens, tokens, params["kv_digests"], pair, began_s)
 
     def _status(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"{self.url}/status", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{self.router_ip}:{PORT}/status", timeout=10) as answer:
             return {one["id"]: one for one in json.loads(answer.read())["workers"]}
 
     def _is_ready(self) -> bool:
-        for name, process in self.processes.items():
-            assert process.poll() is None, f"{name} ended: {self.log(name)[-2000:]}"
         try:
             workers = self.status()
         except urllib.error.URLError:
             return False
         roles = Counter(worker.role for worker in self.workers.values())
-        met = [lane for one in workers.values() for lane in one["lanes"] if one["role"] == "decode"]
-        return len(met) == roles["prefill"] * roles["decode"]
+        num_met = sum(len(one["lanes"]) for one in workers.values())
+        return num_met == 2 * roles["prefill"] * roles["decode"]
 
     def _lead_nowhere(self, name: str, index: int) -> None:
         """A second network, whose name comes first, at the same addresses on all hosts and in
@@ -295,8 +295,7 @@ class SeveralHosts:
     def _end(self) -> None:
         """By Ctrl-C, as a user does."""
         for process in self.processes.values():
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)  # nothing where it has ended
         for process in self.processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
