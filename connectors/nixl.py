@@ -45,6 +45,7 @@ from connectors.nixl_environment import (
     backend,
     has_rdma,
     may_read,
+    network_hint,
     reads_from,
     wants_progress_thread,
 )
@@ -126,8 +127,13 @@ class NixlAgent(Agent):
 
     def add_peer(self, remote: RemotePeer, metadata: bytes) -> None:
         segment_of(remote.device)
-        with translated(f"add_remote_agent of {remote.agent}"):
-            loaded = self._agent.add_remote_agent(metadata)
+        try:
+            with translated(f"add_remote_agent of {remote.agent}"):
+                loaded = self._agent.add_remote_agent(metadata)
+        except ConnectorError as error:
+            if remote.where is Where.HOST or "BACKEND" not in str(error):
+                raise
+            raise ConnectorError(f"{error}: {network_hint(os.environ)}") from error
         loaded = loaded.decode() if isinstance(loaded, bytes) else loaded
         if loaded != remote.agent:
             self.remove_peer(loaded)

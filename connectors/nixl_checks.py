@@ -15,6 +15,7 @@ import numpy as np
 
 from connectors.nixl_api import load_nixl, translated
 from connectors.nixl_environment import (
+    NET_DEVICES,
     Setting,
     environment_plan,
     has_rdma,
@@ -23,6 +24,7 @@ from connectors.nixl_environment import (
 )
 from kvxfer.errors import KvxferError, UsageError
 from kvxfer.telemetry.checks import Check
+from kvxfer.transfer.interfaces import interface_addresses
 
 _TRIAL_BYTES = 1 << 20
 
@@ -47,6 +49,31 @@ def _setting_check(setting: Setting) -> Check:
     if agreed or setting.name != "UCX_RMA_PPLN_ENABLE":
         return Check(setting.name, "ok", value, setting.reason)
     return Check(setting.name, "warn", value, f"unset it: {setting.reason}")
+
+
+def network_checks(
+    environ: Mapping[str, str], rdma: bool, interfaces: Mapping[str, str]
+) -> list[Check]:
+    """Which networks UCX may take between hosts; `interfaces` are this host's by address. Pure."""
+    label = "NIXL between hosts"
+    reached = {
+        f"{name} {address}"
+        for address, name in interfaces.items()
+        if name != "lo" and not address.startswith("fe80:")
+    }
+    listed = ", ".join(sorted(reached)) or "no network but lo"
+    named = [one for one in environ.get(NET_DEVICES, "").split(",") if one not in ("", "all")]
+    missing = [one for one in named if not rdma and one not in interfaces.values()]
+    if missing:
+        hint = f"{NET_DEVICES} names no interface of this host: {listed}"
+        return [Check(label, "fail", ", ".join(missing), hint)]
+    if named:
+        return [Check(label, "ok", ", ".join(named), f"as {NET_DEVICES} says")]
+    if rdma:
+        hint = f"name the RDMA devices and the interface that peers reach: {NET_DEVICES}=mlx5_0:1,…"
+        return [Check(label, "ok", f"RDMA devices; {listed}", hint)]
+    hint = f"a worker takes that of the address that others dial; {NET_DEVICES} names another"
+    return [Check(label, "ok", listed, hint)]
 
 
 def trial_checks() -> list[Check]:
@@ -86,7 +113,8 @@ def plugin_checks() -> list[Check]:
 
 
 def checks() -> list[Check]:
-    settings = setting_checks(os.environ, has_rdma(), usable_cores())
+    network = network_checks(os.environ, has_rdma(), interface_addresses())
+    settings = [*network, *setting_checks(os.environ, has_rdma(), usable_cores())]
     if any(check.status == "fail" for check in settings):
         return settings
     return [*trial_checks(), *plugin_checks(), *settings]

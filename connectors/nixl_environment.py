@@ -5,6 +5,10 @@ Facts (nixl 1.5.1 with UCX 1.23; those of the connector's file beside):
   library is loaded. UCX_TLS set between the two is obeyed (the tests of stopped peers rely on it).
 - PyPI's nixl comes as nixl_cu12 and nixl_cu13, each with a UCX of its own beside the module; its
   libraries show in /proc/self/maps as libucp-….so.
+- An agent's metadata has the addresses of all interfaces that UCX_NET_DEVICES allows. UCX at the
+  other end takes the first whose subnet it has too (by name, where they seem equally fast), whether
+  or not anything gets through: with a network between two hosts that leads nowhere,
+  add_remote_agent waits 4 s and fails with NIXL_ERR_BACKEND, or a transfer never ends.
 """
 
 from __future__ import annotations
@@ -15,10 +19,12 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from kvxfer.errors import UsageError
-from kvxfer.transfer.connector import Where
+from kvxfer.transfer.connector import DATA_ADDRESS, Where
+from kvxfer.transfer.interfaces import interface_addresses
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +34,8 @@ PROGRESS_THREAD = "KVXFER_NIXL_PROGRESS_THREAD"
 BACKEND = "KVXFER_NIXL_BACKEND"
 """Environment variable: the NIXL plugin that moves KV, UCX by default. Others are there to be
 measured (`kvxfer bench connectors --backend`): all that is known here is known of UCX."""
+
+NET_DEVICES = "UCX_NET_DEVICES"
 
 CORES_TO_SPARE = 8
 
@@ -48,6 +56,7 @@ _WANTED = (
     ("UCX_LOG_LEVEL", "fatal", "errors are reported by us; UCX prints them to stderr too"),
     ("NIXL_LOG_LEVEL", "FATAL", "errors are reported by us; NIXL prints them to stderr too"),
 )
+_ONE_NETWORK = "UCX takes a network that both hosts have, also one that leads nowhere"
 _WANTED_WITHOUT_RDMA = (
     (
         "UCX_MODULES",
@@ -71,10 +80,18 @@ class Setting:
     """What kvxfer would choose."""
 
 
-def environment_plan(environ: Mapping[str, str], has_rdma: bool) -> list[Setting]:
-    """Every variable that kvxfer sets before NIXL starts; the user's own values stand. Pure."""
+def environment_plan(
+    environ: Mapping[str, str], has_rdma: bool, interfaces: Mapping[str, str] = MappingProxyType({})
+) -> list[Setting]:
+    """Every variable that kvxfer sets before NIXL starts; the user's own values stand. `interfaces`
+    are this host's by address: without RDMA, whose devices it is not for us to choose, UCX gets the
+    one by which others dial us. Pure."""
     wanted = _WANTED if has_rdma else (*_WANTED, *_WANTED_WITHOUT_RDMA)
-    return [_setting(environ, name, value, reason) for name, value, reason in wanted]
+    plan = [_setting(environ, name, value, reason) for name, value, reason in wanted]
+    device = interfaces.get(environ.get(DATA_ADDRESS, ""), "")
+    if NET_DEVICES in environ or (device and not has_rdma):
+        plan.append(_setting(environ, NET_DEVICES, device, _ONE_NETWORK))
+    return plan
 
 
 def progress_thread_setting(environ: Mapping[str, str], num_cores: int) -> Setting:
@@ -97,9 +114,13 @@ def progress_thread_setting(environ: Mapping[str, str], num_cores: int) -> Setti
 def prepare_environment() -> None:
     """Set what the user has not set. One line of warning where NIXL is in the process already and
     may have started without it."""
-    settings = [one for one in environment_plan(os.environ, has_rdma()) if one.source == "kvxfer"]
+    plan = environment_plan(os.environ, has_rdma(), interface_addresses())
+    settings = [one for one in plan if one.source == "kvxfer"]
     for setting in settings:
         os.environ[setting.name] = setting.value
+        if setting.name == NET_DEVICES:
+            address = os.environ[DATA_ADDRESS]
+            logger.info("between hosts NIXL goes by %s, which has %s", setting.value, address)
     late = late_warning(settings, already_loaded(sys.modules, _mapped_files()))
     if late:
         logger.warning("%s", late)
@@ -122,6 +143,12 @@ def already_loaded(modules: Iterable[str], mapped_files: str) -> str:
     if found:
         return f"the module {min(found)}"
     return "UCX (libucp)" if "/libucp" in mapped_files else ""
+
+
+def network_hint(environ: Mapping[str, str]) -> str:
+    """What to look at where a peer on another host cannot be reached. Pure."""
+    devices = environ.get(NET_DEVICES, "") or "all"
+    return f"do {NET_DEVICES} of both ({devices} here) name one network, and may its ports pass?"
 
 
 def backend() -> str:

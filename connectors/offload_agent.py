@@ -18,7 +18,7 @@ from connectors.offload_mover import Mover
 from connectors.offload_parcels import Extents, parcels_of
 from connectors.offload_tiers import open_tiers
 from connectors.offload_wire import Open
-from kvxfer.errors import ConnectorError, UsageError
+from kvxfer.errors import ConnectorError, OutOfReach, UsageError
 from kvxfer.transfer.agent import Agent
 from kvxfer.transfer.connector import Direction, MemoryWindow, Where
 from kvxfer.transfer.plan import TransferPlan
@@ -106,7 +106,7 @@ class OffloadAgent(Agent):
         except (msgspec.MsgspecError, RecursionError) as error:
             raise ConnectorError(f"offload description of {remote.agent}: {error}") from error
         if remote.where is not Where.HOST:
-            raise ConnectorError(f"agent {remote.agent} is on another host: {remote.host}")
+            raise OutOfReach(f"agent {remote.agent} is on another host: {remote.host}")
         link = self._links.get(remote.agent)
         if link is not None and link.failure is None:
             return

@@ -17,7 +17,7 @@ from connectors.handover_socket import socket_directory
 from connectors.peer_copy import HostCopier, copier_for
 from connectors.peer_export import Exporter
 from connectors.peer_import import BUSY_TURN_S, TURN_S, Link, Reach
-from kvxfer.errors import ConnectorError
+from kvxfer.errors import ConnectorError, OutOfReach
 from kvxfer.transfer.agent import Agent
 from kvxfer.transfer.connector import Direction, MemoryWindow
 from kvxfer.transfer.plan import TransferPlan
@@ -234,7 +234,7 @@ class PeerAgent(Agent):
         """Raises ConnectorError for memory that cannot be mapped here."""
         granularity = self._buffer.driver.granularity
         if reach.host != self._host:
-            raise ConnectorError(f"agent {remote.agent} is on another host: {reach.host}")
+            raise OutOfReach(f"agent {remote.agent} is on another host: {reach.host}")
         if (reach.place == HostCopier.place) != (self.copier.place == HostCopier.place):
             raise ConnectorError(f"agent {remote.agent}: device {remote.device} is not of our kind")
         if reach.granularity % granularity or reach.size_bytes % reach.granularity:

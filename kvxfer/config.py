@@ -42,6 +42,9 @@ class WorkerOptions:
     listen: str = "tcp://127.0.0.1:0"
     """Control-plane address to bind: tcp on loopback (port 0 takes a free one), with keys on any
     of this host's addresses, or ipc:///PATH, a Unix socket in a directory of mode 0700."""
+    advertise: str = ""
+    """Address that others dial, where that is not the one to bind (port 0: the port bound). With it
+    and keys, listen may be a wildcard, as in tcp://0.0.0.0:5601."""
     key_file: Path | None = None
     """Secret key of this worker, NAME.key of `kvxfer keygen`: every socket is encrypted then, and
     only who has a key of peer_keys comes in. Others dial ADDRESS#NAME."""

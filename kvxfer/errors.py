@@ -16,6 +16,7 @@ KvxferError                    exit code 1
 │   ├── RegionError            bytes outside the registered ranges
 │   ├── PlanError              two caches that no plan connects
 │   └── ConnectorError         the transport under a connector failed
+│       └── OutOfReach         ... or is not for peers that are there: others are
 ├── ControlError               the control plane
 │   ├── WireError              bytes that are no message of ours
 │   ├── HandshakeRejected      a peer that must not be talked to
@@ -138,6 +139,10 @@ class PlanError(TransferError):
 
 
 class ConnectorError(TransferError):
+    pass
+
+
+class OutOfReach(ConnectorError):
     pass
 
 

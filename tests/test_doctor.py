@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from connectors.nixl_checks import network_checks as nixl_networks
 from connectors.nixl_checks import setting_checks
 from connectors.peer_checks import checks as peer_checks
 from kvxfer.doctor.connectors import connector_checks, read_answer
@@ -305,3 +306,17 @@ def test_the_command(leaves_nothing_behind: None) -> None:
     assert {"torch", "kernel", "GPUs", "UCX_RMA_PPLN_ENABLE", "connector nixl"} <= names
     by_name = {check["name"]: check for check in checks}
     assert by_name["connector nixl"]["status"] == by_name["connector peer"]["status"] == "ok"
+
+
+def test_networks_between_hosts() -> None:
+    """A name that is none of this host's is found before a worker fails for it."""
+    interfaces = {"127.0.0.1": "lo", "10.0.0.1": "eth0", "172.17.0.1": "docker0", "fe80::1": "eth0"}
+    (found,) = nixl_networks({}, False, interfaces)
+    assert (found.status, found.value) == ("ok", "docker0 172.17.0.1, eth0 10.0.0.1")
+    (named,) = nixl_networks({"UCX_NET_DEVICES": "eth0"}, False, interfaces)
+    assert (named.status, named.value) == ("ok", "eth0")
+    (wrong,) = nixl_networks({"UCX_NET_DEVICES": "eth0,eth9"}, False, interfaces)
+    assert (wrong.status, wrong.value) == ("fail", "eth9")
+    assert "10.0.0.1" in wrong.hint
+    (rdma,) = nixl_networks({"UCX_NET_DEVICES": "mlx5_0:1"}, True, interfaces)
+    assert rdma.status == "ok"

@@ -13,6 +13,7 @@ from kvxfer.bench.compare import CompareOptions
 from kvxfer.bench.connectors.options import ConnectorsOptions
 from kvxfer.bench.control import ControlOptions
 from kvxfer.bench.growth import GrowthOptions
+from kvxfer.bench.hosts import HostsOptions
 from kvxfer.bench.identity import IdentityOptions
 from kvxfer.bench.layouts import LayoutsOptions
 from kvxfer.bench.namespaces import NamespacesOptions
@@ -105,6 +106,18 @@ def namespaces(options: NamespacesOptions = NamespacesOptions()) -> int:  # noqa
     from kvxfer.bench.namespaces import run_namespaces
 
     return run_namespaces(options)
+
+
+@bench.command
+def hosts(options: HostsOptions = HostsOptions()) -> int:  # noqa: B008
+    """What a hand-over between hosts takes by length of frames, and when packets are lost.
+
+    Hosts are network namespaces here. Needs root. Exit code 1 where KV or a token is wrong.
+    Example: kvxfer bench hosts --json tests/bench/results/scale-hosts.json
+    """
+    from kvxfer.bench.hosts import run_hosts
+
+    return run_hosts(options)
 
 
 @bench.command

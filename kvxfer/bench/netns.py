@@ -42,7 +42,7 @@ CLONE_FS = 0x200
 COMMAND_TIMEOUT_S = 10.0
 BURST_BYTES = 128 << 10
 LONGEST_QUEUE = "20ms"
-_HOLD = "mount -t sysfs sysfs /sys && echo held && exec cat"
+_HOLD = "mount -t sysfs sysfs /sys && {more} && echo held && exec cat"
 """The line says that all is there; cat then waits for the end of its input."""
 
 
@@ -69,7 +69,7 @@ class Namespaces:
     def __enter__(self) -> Namespaces:
         with ExitStack() as undo:
             for side in ADDRESSES:
-                self._holders[side] = _hold(undo)
+                self._holders[side] = hold(undo)
             peer = str(self._holders["right"].pid)
             self._run("left", f"ip link add {DEVICE} type veth peer name {DEVICE} netns {peer}")
             for side, address in ADDRESSES.items():
@@ -139,10 +139,11 @@ def enter(paths: Mapping[str, str]) -> None:
                 raise KvxferError(f"setns to {path}: {os.strerror(ctypes.get_errno())}")
 
 
-def _hold(undo: ExitStack) -> subprocess.Popen[bytes]:
-    """A process in a network namespace of its own, which ends when our end of its pipe closes."""
+def hold(undo: ExitStack, more: str = "true") -> subprocess.Popen[bytes]:
+    """A process in network and mount namespaces of its own, which ends when our end of its pipe
+    closes. `more` is a shell command that has to succeed there first. Raises KvxferError."""
     holder = subprocess.Popen(
-        ["unshare", "--net", "--mount", "--", "sh", "-c", _HOLD],
+        ["unshare", "--net", "--mount", "--", "sh", "-c", _HOLD.format(more=more)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -39,10 +39,17 @@ def split_name(address: str) -> tuple[str, str]:
     return (plain, name) if mark and KEY_NAME.fullmatch(name) else (address, "")
 
 
-def check_address(field: str, address: str, *, has_keys: bool = False, binds: bool = False) -> None:
+def check_address(
+    field: str,
+    address: str,
+    *,
+    has_keys: bool = False,
+    binds: bool = False,
+    is_advertised: bool = False,
+) -> None:
     """Without keys nothing but this host may be talked to: by TCP on loopback, or by a Unix socket
     in a directory that is ours alone. With them, any host. Never a wildcard, which tells others
-    nothing and is reached from everywhere. Raises UsageError."""
+    nothing, but to bind where another address `is_advertised`. Raises UsageError."""
     if address.startswith(IPC):
         _check_path(field, address)
         return
@@ -56,7 +63,10 @@ def check_address(field: str, address: str, *, has_keys: bool = False, binds: bo
         return
     ip = _ip(host)
     if host == "*" or (ip is not None and (ip.is_unspecified or ip.is_multicast)):
-        raise UsageError(field, address, "names no host that others could dial: give it an address")
+        if not (binds and has_keys and is_advertised) or (ip is not None and ip.is_multicast):
+            hint = "give it an address" + ", or keys and advertise" * binds
+            raise UsageError(field, address, f"names no host that others could dial: {hint}")
+        return
     if not has_keys:
         reason = "only loopback addresses are allowed without keys (key_file, peer_keys)"
         raise UsageError(field, address, reason)
@@ -75,6 +85,31 @@ def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     if is_bracketed != (ip.version == 6):
         return None
     return getattr(ip, "ipv4_mapped", None) or ip
+
+
+def check_advertised(advertise: str, listen: str, has_keys: bool) -> None:
+    """What others are to dial instead of `listen`. Raises UsageError."""
+    if listen.startswith(IPC) or advertise.startswith(IPC):
+        raise UsageError("advertise", advertise, "is for TCP: a Unix socket has one path")
+    plain, name = split_name(advertise)
+    if name:
+        raise UsageError("advertise", advertise, "is told without #NAME: that of our key is added")
+    check_address("advertise", plain, has_keys=has_keys)
+
+
+def with_port(advertise: str, bound: str) -> str:
+    """`advertise` with the port of `bound` where its own is 0."""
+    host, _, port = advertise.rpartition(":")
+    return f"{host}:{bound.rpartition(':')[2] if int(port) == 0 else port}"
+
+
+def ip_for_others(address: str) -> str:
+    """The IP address in it, bare; '' for loopback, wildcards, names and Unix sockets."""
+    if address.startswith(IPC):
+        return ""
+    host = split_name(address)[0].removeprefix("tcp://").rpartition(":")[0]
+    ip = _ip(host)
+    return "" if ip is None or ip.is_loopback or ip.is_unspecified else str(ip)
 
 
 def _check_path(field: str, address: str) -> None:

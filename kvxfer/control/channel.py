@@ -5,7 +5,9 @@ ROUTER_MANDATORY is set; a DEALER reconnects by itself and keeps order; sockets 
 thread, so a channel is used by the control thread alone and other threads wake it by a file
 descriptor (see `kvxfer.worker.mailbox`). A DEALER that was told IMMEDIATE drops, with its
 connection, also what came and was not read yet: last words are for those who wait for an answer.
-Unix sockets: see `kvxfer.control.addresses`.
+Unix sockets: see `kvxfer.control.addresses`. Over a link that is cut and back after 30 s, TCP sends
+again only 25 s later, as its pauses double; a new connection is there at once. A ROUTER takes no
+second connection of an identity while it has the first: it must notice the cut before the dealer.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from typing import Any
 
 import zmq
 
-from kvxfer.control.addresses import IPC, SocketFile, check_address, check_free, split_name
+from kvxfer.control.addresses import (
+    IPC,
+    SocketFile,
+    check_address,
+    check_advertised,
+    check_free,
+    split_name,
+    with_port,
+)
 from kvxfer.control.auth import DOMAIN, Door, Keys
 from kvxfer.control.batches import NOW, Batches
 from kvxfer.control.messages import Hello, Message, Reject
@@ -29,6 +39,12 @@ logger = logging.getLogger(__name__)
 RECONNECT_MS = 100
 RECONNECT_MAX_MS = 1600
 """Pauses between attempts to connect double up to the maximum; ZeroMQ adds some chance."""
+CONNECT_TIMEOUT_MS = 2000
+"""Of one attempt: TCP's own next ones come later and later."""
+DEAD_AFTER_MS = {zmq.ROUTER: 5000, zmq.DEALER: 8000}
+"""A TCP connection on which nothing is acknowledged for so long is given up, by the kernel."""
+KEEPALIVE_S = 2
+"""After which a TCP connection that says nothing is asked, again and again, whether it lives."""
 MAX_QUEUED = 1000
 """Batches that wait for one peer: one that reads no more costs no more than this, and what the
 kernel holds. The next one is refused, and the peer is lost."""
@@ -99,9 +115,15 @@ class Channel:
         listen: str | None = None,
         keys: Keys | None = None,
         codec: Codec = WORKERS,
+        advertise: str = "",
     ) -> None:
+        """`advertise` is what others dial, where that is not `listen`; its port may be 0."""
         if listen is not None:
-            check_address("listen", listen, has_keys=keys is not None, binds=True)
+            has_keys = keys is not None
+            told = bool(advertise)
+            check_address("listen", listen, has_keys=has_keys, binds=True, is_advertised=told)
+            if advertise:
+                check_advertised(advertise, listen, has_keys)
             check_free("listen", listen)
         self._keys = keys
         self._codec = codec
@@ -121,9 +143,9 @@ class Channel:
         self.address = ""
         """Where others reach us, with the port that was really bound."""
         if listen is not None:
-            self._bind(listen)
+            self._bind(listen, advertise)
 
-    def _bind(self, listen: str) -> None:
+    def _bind(self, listen: str, advertise: str) -> None:
         if self._keys is not None:
             self._door = Door(self._context, self._keys)
             self._poller.register(self._door.socket, zmq.POLLIN)
@@ -141,14 +163,21 @@ class Channel:
             raise UsageError("listen", listen, f"cannot bind: {error}") from error
         endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
-        self.address = endpoint.decode().rstrip("\0")
+        bound = endpoint.decode().rstrip("\0")
+        self.address = with_port(advertise, bound) if advertise else bound
         if self._keys is not None:
             self.address += f"#{self._keys.name}"
 
-    def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
+    def _socket(self, kind: zmq.SocketType, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         if "[" in address and not address.startswith(IPC):
             socket.setsockopt(zmq.IPV6, 1)
+        if not address.startswith(IPC):
+            socket.setsockopt(zmq.TCP_MAXRT, DEAD_AFTER_MS[kind])
+            socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+            socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
+            socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
+            socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)

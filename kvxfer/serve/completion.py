@@ -62,6 +62,8 @@ class Completion:
     """Tokens that were then to be computed, as estimated."""
     num_lost: int = 0
     """Workers that it lost."""
+    loss: str = ""
+    """The last one of them, and why."""
     refusals: dict[str, float] = field(default_factory=dict)
     """Decode workers, by key, that were overloaded, and when they said to try again."""
     attempt: int = 1
@@ -131,4 +133,5 @@ class Completion:
             return f"{len(self.output)} of {self.end.num_tokens} tokens arrived"
         if now_s <= self.deadline_s:
             return ""
-        return f"no whole answer within {self.deadline_s - self.sent_s:g} s"
+        lost = f"; {self.loss}" if self.loss else ""
+        return f"no whole answer within {self.deadline_s - self.sent_s:g} s{lost}"

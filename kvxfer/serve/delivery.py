@@ -119,6 +119,7 @@ class Delivery:
                 continue
             backend.given_up.append(completion.generate.request_id)
             completion.num_lost += 1
+            completion.loss = f"worker {backend.name}: {reason}"
             if completion.output or completion.num_lost >= MAX_ATTEMPTS:
                 told = f"after {len(completion.output)} tokens" if completion.output else "again"
                 self.drop(completion, f"worker {backend.name}: {reason}, {told}")

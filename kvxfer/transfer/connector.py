@@ -30,6 +30,11 @@ class Direction(enum.StrEnum):
     PULL = "pull"
 
 
+DATA_ADDRESS = "KVXFER_DATA_ADDRESS"
+"""Environment variable: the IP address by whose interface KV leaves and comes, where a connector
+has to choose one; a worker's default is that which others dial."""
+
+
 class Where(enum.StrEnum):
     """Where a peer is."""
 

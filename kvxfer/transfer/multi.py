@@ -13,7 +13,7 @@ from itertools import count
 
 import msgspec
 
-from kvxfer.errors import ConnectorError
+from kvxfer.errors import ConnectorError, OutOfReach
 from kvxfer.transfer.connector import Connector, Direction, MemoryWindow, TicketResult
 from kvxfer.transfer.lanes import AUTO, Lane
 from kvxfer.transfer.plan import TransferPlan
@@ -108,7 +108,8 @@ class MultiConnector:
         """Learn a peer, or more of its regions, by every connector that may start transfers with
         it; returns the names of those that know it now.
 
-        A connector that cannot reach a new peer is left out (a warning says why), unless there is
+        A connector that cannot reach a new peer is left out (a warning says why, but for those that
+        are for peers elsewhere), unless there is
         no other: ConnectorError. So is one that fails to learn more of a peer that it knows.
         """
         told, invited = _unpack(description), _unpack(invitation)
@@ -129,7 +130,8 @@ class MultiConnector:
             names = ", ".join(self.connectors)
             raise ConnectorError(f"peer {peer} has none of our connectors: {names}")
         for failure in failures:
-            logger.warning("%s", failure)
+            is_fault = not isinstance(failure, OutOfReach)
+            logger.log(logging.WARNING if is_fault else logging.DEBUG, "%s", failure)
         self._reached[peer] = known
         return frozenset(known)
 

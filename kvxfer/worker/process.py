@@ -20,13 +20,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvxfer.config import WorkerOptions, check_device, resolve
+from kvxfer.control.addresses import ip_for_others
 from kvxfer.control.auth import Keys
 from kvxfer.control.channel import Channel, check_dial
 from kvxfer.errors import KvxferError, UsageError, WorkerDied
 from kvxfer.telemetry.log_rate import one_line
 from kvxfer.telemetry.logs import set_up_logging
 from kvxfer.telemetry.spans import check_endpoint
-from kvxfer.transfer.connector import check_connectors
+from kvxfer.transfer.connector import DATA_ADDRESS, check_connectors
 from kvxfer.transfer.lanes import LANES
 from kvxfer.worker.layouts import asked_layout
 
@@ -101,7 +102,7 @@ class Announcer:
 class Setting:
     """What a bench may put in a part's place; each is called once, in the worker's process."""
 
-    channel: Callable[[str, str, Keys | None], Channel] = Channel
+    channel: Callable[..., Channel] = Channel
     load_start: Callable[[], StartEngine] | None = None
     """Imports what starts the engine, where that is not `start_engine`."""
 
@@ -156,7 +157,10 @@ def _run(
     for address in dial:
         check_dial("prefill", address, keys)
     incarnation = secrets.token_hex(8)
-    channel = setting.channel(f"{options.worker_id}.{incarnation}", options.listen, keys)
+    identity = f"{options.worker_id}.{incarnation}"
+    told = {"advertise": options.advertise} if options.advertise else {}
+    channel = setting.channel(identity, options.listen, keys, **told)
+    _tell_connectors(options)
     try:
         announcer.listening(channel.address, options.worker_id)
         announcer.step("importing torch and transformers")
@@ -167,6 +171,14 @@ def _run(
         serve(role, options, incarnation, channel, dial, make_role, announcer, start)
     finally:
         channel.close()
+
+
+def _tell_connectors(options: WorkerOptions) -> None:
+    """By which of this host's addresses others reach it: by the environment, which the processes of
+    a worker's ranks have as well."""
+    ip = ip_for_others(options.advertise or options.listen)
+    if ip:
+        os.environ.setdefault(DATA_ADDRESS, ip)
 
 
 def _check_cheaply(options: WorkerOptions) -> None:

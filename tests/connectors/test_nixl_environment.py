@@ -16,6 +16,7 @@ from connectors.nixl_environment import (
     already_loaded,
     environment_plan,
     late_warning,
+    network_hint,
     prepare_environment,
     progress_thread_setting,
     reads_from,
@@ -40,6 +41,29 @@ def test_rdma_modules_are_left_out_only_where_there_is_no_rdma() -> None:
     without = {setting.name for setting in environment_plan({}, has_rdma=False)}
     assert without - with_rdma == {"UCX_MODULES"}
     assert with_rdma < without
+
+
+def test_the_network_is_that_of_the_address_which_others_dial() -> None:
+    """Unless the user named one, or there are RDMA devices, which would be left out by it."""
+    interfaces = {"10.0.0.1": "eth0", "192.168.9.1": "eth1"}
+
+    def devices(environ: dict[str, str], has_rdma: bool = False) -> tuple[str, str] | None:
+        plan = environment_plan(environ, has_rdma, interfaces)
+        return next(
+            ((one.value, one.source) for one in plan if one.name == "UCX_NET_DEVICES"), None
+        )
+
+    told = {"KVXFER_DATA_ADDRESS": "192.168.9.1"}
+    assert devices({}) is None
+    assert devices(told) == ("eth1", "kvxfer")
+    assert devices(told, has_rdma=True) is None
+    assert devices({"KVXFER_DATA_ADDRESS": "203.0.113.9"}) is None, "not of this host: forwarded"
+    assert devices({**told, "UCX_NET_DEVICES": "eth0"}) == ("eth0", "user")
+
+
+def test_a_network_that_leads_nowhere_is_hinted_at() -> None:
+    assert "UCX_NET_DEVICES of both (all here)" in network_hint({})
+    assert "(eth0 here)" in network_hint({"UCX_NET_DEVICES": "eth0"})
 
 
 @pytest.mark.parametrize(

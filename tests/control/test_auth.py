@@ -14,7 +14,7 @@ from support.fixtures import num_open_files
 from support.keys import KeyRing
 
 from kvxfer.control import auth
-from kvxfer.control.addresses import check_address
+from kvxfer.control.addresses import check_address, ip_for_others
 from kvxfer.control.auth import REFRESH_S, Keys, make_key_pair
 from kvxfer.control.channel import Channel, check_dial
 from kvxfer.control.messages import Heartbeat
@@ -35,8 +35,8 @@ def ring(tmp_path):
 def make():
     files, made = num_open_files(), []
 
-    def channel(name="a", listen=None, keys=None):
-        made.append(Channel(name, listen, keys))
+    def channel(name="a", listen=None, keys=None, **more):
+        made.append(Channel(name, listen, keys, **more))
         return made[-1]
 
     yield channel
@@ -449,6 +449,55 @@ def test_no_secret_is_in_what_keys_print(ring):
 def test_wildcards_are_refused_with_keys_too(host, has_keys, binds):
     with pytest.raises(UsageError, match="no host"):
         check_address("listen", f"tcp://{host}:5000", has_keys=has_keys, binds=binds)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "[::]"])
+def test_wildcards_may_be_bound_where_another_address_is_advertised(host):
+    told = {"binds": True, "is_advertised": True}
+    check_address("listen", f"tcp://{host}:5000", has_keys=True, **told)
+    with pytest.raises(UsageError, match="no host"):
+        check_address("listen", f"tcp://{host}:5000", **told)
+    with pytest.raises(UsageError, match="no host"):
+        check_address("listen", "tcp://224.0.0.1:5000", has_keys=True, **told)
+
+
+def test_a_worker_behind_a_wildcard_is_dialled_at_what_it_advertises(make, ring):
+    told = "tcp://127.0.0.1:0"
+    server = make("server", "tcp://0.0.0.0:0", ring.keys("server"), advertise=told)
+    assert re.fullmatch(r"tcp://127\.0\.0\.1:[1-9]\d*#server", server.address)
+    client = make("client", keys=ring.keys("client"))
+    server._keys._next_refresh_s = 0.0
+    exchange(server, client, client.dial(server.address), "there")
+
+
+@pytest.mark.parametrize(
+    ("advertise", "reason"),
+    [
+        ("tcp://0.0.0.0:5000", "no host"),
+        ("tcp://10.0.0.1:5000#a", "#NAME"),
+        ("ipc:///tmp/x", "one path"),
+        ("10.0.0.1:5000", "must look like"),
+    ],
+)
+def test_what_cannot_be_advertised(ring, advertise, reason):
+    with pytest.raises(UsageError, match=f"^advertise: .*{reason}"):
+        Channel("server", "tcp://0.0.0.0:0", ring.keys("server"), advertise=advertise)
+
+
+@pytest.mark.parametrize(
+    ("address", "ip"),
+    [
+        ("tcp://10.0.0.1:5601#prefill-0", "10.0.0.1"),
+        ("tcp://[fd00::1]:5601", "fd00::1"),
+        ("tcp://127.0.0.1:0", ""),
+        ("tcp://localhost:0", ""),
+        ("tcp://0.0.0.0:1", ""),
+        ("tcp://host.example:1", ""),
+        ("ipc:///a/b:1", ""),
+    ],
+)
+def test_the_ip_that_others_dial(address, ip):
+    assert ip_for_others(address) == ip
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "[fd00::1]", "192.168.1.7"])

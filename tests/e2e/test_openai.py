@@ -17,15 +17,12 @@ from typing import Any
 
 import pytest
 from support.commands import TINY_MODEL
-from support.models import HostEngine
 from support.running import wait_until
 from support.served import Served, ask
+from support.single_process import EPSILON, SingleProcess
 
-from kvxfer.model import inspect_model
 from kvxfer.model.chat_template import ChatTemplate
-from kvxfer.model.runner import ModelRunner
 from kvxfer.model.tokenizer import Tokenizer
-from kvxfer.transfer.digest import block_digests
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 openai = pytest.importorskip("openai")
@@ -34,8 +31,6 @@ NUM_PROMPTS = 200
 CONCURRENCY = 16
 CHUNK = 32
 """Tokens of a block and of a chunk: no bit depends on how much of a prompt was cached."""
-EPSILON = 1e-3
-"""Of logits, in float32."""
 FILE = f"""
 model = "{TINY_MODEL}"
 port = 0
@@ -84,36 +79,6 @@ class DecodedBlocks:
 
 def _beginning(pair: tuple[str, str], tokens: list[int], num_blocks: int) -> Any:
     return pair[1], tuple(tokens[: num_blocks * CHUNK])
-
-
-class SingleProcess:
-    """The model alone, with plain memory."""
-
-    def __init__(self) -> None:
-        self.runner = ModelRunner.load(inspect_model(TINY_MODEL), "cpu", "float32", 1)
-        self.engine = HostEngine(self.runner, num_blocks=40, block_size=CHUNK)
-
-    def answer(self, asked: Asked) -> tuple[list[int], list[str]]:
-        """As many tokens as were told, and the digests of the prompt's KV."""
-        blocks = list(range(1, 2 + (len(asked.prompt) + asked.max_tokens) // CHUNK))
-        sequence = self.engine.prefill(asked.prompt, blocks, chunk=CHUNK)
-        digests = block_digests(self.engine.views[0], blocks, len(asked.prompt))
-        self.engine.decode([sequence], max(0, len(asked.output) - 1))
-        return sequence.answer, digests
-
-    def gap(self, tokens: list[int]) -> float:
-        """Between the logits of the two likeliest tokens that follow."""
-        import torch
-        import transformers
-
-        if not hasattr(self, "_model"):
-            self._model = transformers.AutoModelForCausalLM.from_pretrained(
-                TINY_MODEL, dtype=torch.float32
-            ).eval()
-        with torch.inference_mode():
-            logits = self._model(torch.tensor([tokens])).logits[0, -1]
-        first, second = logits.topk(2).values.tolist()
-        return float(first - second)
 
 
 @pytest.fixture(scope="module")
@@ -178,10 +143,10 @@ def test_many_mixed_prompts_are_answered_as_by_one_process(
     template = ChatTemplate.load(TINY_MODEL)
     with client(served) as mine, ThreadPoolExecutor(CONCURRENCY) as pool:
         list(pool.map(lambda one: send(mine, one, template, tokenizer), wanted))
-    single, differing = SingleProcess(), 0
+    single, differing = SingleProcess(CHUNK), 0
     decoded, rounded = DecodedBlocks(wanted), 0
     for one in wanted:
-        answer, digests = single.answer(one)
+        answer, digests = single.answer(one.prompt, one.max_tokens, len(one.output))
         rounded += decoded.differing(one, digests)
         if one.output == answer:
             continue
