@@ -45,17 +45,20 @@ def make_pod(
     container, directories = template.container, {}
     by_name = {one["name"]: one for one in template.spec["volumes"]}
     for mount in container["volumeMounts"]:
+        volume = by_name[mount["name"]]
+        if "hostPath" in volume:
+            directories[mount["mountPath"]] = _of_node(root.parent, volume["hostPath"]["path"])
+            continue
         directory = root / mount["mountPath"].lstrip("/")
         directory.mkdir(parents=True)
         directories[mount["mountPath"]] = directory
-        _fill(directory, by_name[mount["name"]], volumes)
+        _fill(directory, volume, volumes)
 
+    directories |= dict.fromkeys(("/models/tiny", "/models/model"), TINY_MODEL)
     paths = "|".join(map(re.escape, sorted(directories, key=len, reverse=True)))
     place = re.compile(rf"(?<![\w./-])({paths})(?![\w.-])")
 
     def here(text: str) -> str:
-        if text.startswith("/models/") or '"/models/' in text:
-            text = re.sub(r"/models/(tiny|model)", str(TINY_MODEL), text)
         return place.sub(lambda match: str(directories[match[1]]), text)
 
     for path in root.rglob("*.toml"):
@@ -78,6 +81,15 @@ def variables(container: Document, name: str, address: str) -> dict[str, str]:
                 lambda match: found.get(match[1], match[0]), one["value"]
             )
     return found
+
+
+def _of_node(pods: Path, path: str) -> Path:
+    """Shared by the pods; made as deploy/README.md says."""
+    directory = pods / "node" / path.lstrip("/")
+    directory.mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o700)
+    os.chown(directory, USER, USER)
+    return directory
 
 
 def _fill(
