@@ -26,6 +26,7 @@ from kvxfer.bench.netns import DEVICE, Namespaces
 _SET_UP = """
 mount --bind "$1" /etc/hosts
 mount --bind "$2" "$2"
+mount --bind "$5" "$5"
 if [ -n "$3" ]; then
     mkdir "$2/python"
     mount --bind "$4" "$2/python"
@@ -34,7 +35,7 @@ if [ -n "$3" ]; then
     mount --move "$2/python" "$4"
 fi
 mount -o remount,bind,ro /
-shift 4
+shift 5
 exec env -i "$@"
 """
 START_TIMEOUT_S = 200
@@ -63,6 +64,7 @@ class RunningPod:
     def __init__(self, pod: Pod, side: str, namespaces: Namespaces, hosts: Path) -> None:
         self.pod = pod
         self.log = pod.root / "log"
+        pod.node.mkdir(exist_ok=True)
         environment = {
             **pod.environment,
             "TMPDIR": str(pod.tmp),  # stands for /tmp, where the repository may be
@@ -74,6 +76,7 @@ class RunningPod:
             *namespaces.entering(side),
             *("unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"),
             *("--", "sh", "-ec", _SET_UP, "pod", str(hosts), str(pod.tmp), *closed_python()),
+            str(pod.node),
             *(f"{name}={value}" for name, value in environment.items()),
             *(*AS_USER, sys.executable, "-m", "kvxfer.cli", *pod.arguments),
         ]

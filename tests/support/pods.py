@@ -32,6 +32,11 @@ class Pod:
     def tmp(self) -> Path:
         return self.root / "tmp"
 
+    @property
+    def node(self) -> Path:
+        """Where directories of the node are, which pods share."""
+        return self.root.parent / "node"
+
 
 def make_pod(
     template: PodTemplate,
