@@ -67,6 +67,7 @@ class RunningPod:
         pod.node.mkdir(exist_ok=True)
         environment = {
             **pod.environment,
+            "KVXFER_TEST_RUN": os.environ["KVXFER_TEST_RUN"],  # so that it is missed if it stays
             "TMPDIR": str(pod.tmp),  # stands for /tmp, where the repository may be
             "PYTHONPATH": str(ROOT),
             "PYTHONDONTWRITEBYTECODE": "1",
@@ -100,9 +101,12 @@ class RunningPod:
         return self._process.wait(timeout_s)
 
     def end(self) -> None:
-        """However it is."""
+        """However it is. PID 1 takes all of the pod along; the kernel does not kill it with unshare,
+        since it became another user."""
         if self._process.poll() is None:
-            self._process.kill()  # unshare takes all of the pod along
+            for one in psutil.Process(self._process.pid).children():
+                one.kill()
+            self._process.kill()
             self._process.wait(10)
 
 
