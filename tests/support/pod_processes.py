@@ -101,8 +101,8 @@ class RunningPod:
         return self._process.wait(timeout_s)
 
     def end(self) -> None:
-        """However it is. PID 1 takes all of the pod along; the kernel does not kill it with unshare,
-        since it became another user."""
+        """However it is. PID 1 takes all of the pod along; it became another user, so the kernel
+        does not kill it with unshare."""
         if self._process.poll() is None:
             for one in psutil.Process(self._process.pid).children():
                 one.kill()
