@@ -130,7 +130,7 @@ class WorkerOptions:
     """wait for it to come back, or exit with code 1."""
     metrics_port: int = 0
     """Serve Prometheus metrics at http://METRICS_HOST:PORT/metrics (0: do not; a router's /metrics
-    has those of its workers)."""
+    has those of its workers), and /health and /ready for probes."""
     metrics_host: str = "127.0.0.1"
     """Address to bind for them. Whoever reaches it can read them: there is no key."""
     otlp_traces_endpoint: str = ""

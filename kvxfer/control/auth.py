@@ -101,12 +101,17 @@ def _read_key(kind: str, option: str, path: Path, forbidden_mode: int) -> bytes:
 
 
 def _check_owner(option: str, path: Path, found: os.stat_result, forbidden_mode: int) -> None:
-    """Who could write it could let anybody in; who can read a secret key is who it names."""
-    mode = stat.S_IMODE(found.st_mode)
-    if found.st_uid not in (os.geteuid(), 0):
+    """Who could write it could let anybody in; who can read a secret key is who it names.
+
+    A file of root's may be read by its group, since root alone can have arranged that: so a
+    container that does not run as root gets its key from Kubernetes (`fsGroup`)."""
+    mode, own = stat.S_IMODE(found.st_mode), os.geteuid()
+    if found.st_uid not in (own, 0):
         raise UsageError(option, str(path), f"must be yours; it is user {found.st_uid}'s")
+    if found.st_uid != own:
+        forbidden_mode &= ~stat.S_IRGRP
     if mode & forbidden_mode:
-        wanted = "0600" if forbidden_mode == 0o077 else "written by you alone"
+        wanted = "0600" if forbidden_mode & 0o007 == 0o007 else "written by you alone"
         raise UsageError(option, str(path), f"has mode {mode:04o}, must be {wanted}")
 
 

@@ -153,7 +153,7 @@ def serve(
         parts.model.start()
         _first_extension(parts, loop, announcer)
         if server is not None:
-            server.start(reports, lambda: parts.metrics.gather(parts).text())
+            parts.metrics.serve(parts, server, reports)
         for address in dial:
             parts.peers.dial(address)
         freeze_heap()

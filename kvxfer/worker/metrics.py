@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING
 from kvxfer.control.messages import WIRE_VERSION
 from kvxfer.control.telemetry_messages import Metrics, MetricsQuery
 from kvxfer.telemetry.metrics import Samples
+from kvxfer.worker.residency import ResidencyState
 
 if TYPE_CHECKING:
     from kvxfer.worker.assembly import WorkerParts
     from kvxfer.worker.loop import ControlLoop
+    from kvxfer.worker.mailbox import Mailbox
+    from kvxfer.worker.metrics_server import MetricsServer
+    from kvxfer.worker.work_thread import Report
 
 MAX_PEERS_TOLD = 256
 """Peers whose lanes are told, whoever comes: all is far less than `MAX_METRICS_CHARS`."""
@@ -48,6 +52,10 @@ class WorkerMetrics:
 
         self.turned_away = loop.turned_away
         loop.also({MetricsQuery: on_query})
+
+    def serve(self, parts: WorkerParts, server: MetricsServer, reports: Mailbox[Report]) -> None:
+        """Have `server` answer; who drains `reports` is the control thread. Once."""
+        server.start(reports, lambda: self.gather(parts).text(), lambda: unready(parts))
 
     def gather(self, parts: WorkerParts) -> Samples:
         found = Samples()
@@ -98,6 +106,13 @@ class WorkerMetrics:
         running, waiting = self.load()
         found.add("kvxfer_num_requests_running", running)
         found.add("kvxfer_num_requests_waiting", waiting)
+
+
+def unready(parts: WorkerParts) -> str:
+    """Why this worker takes no new requests, or ''."""
+    if parts.draining.reason:
+        return f"draining: {parts.draining.reason}"
+    return "asleep" if parts.residency.state is ResidencyState.ASLEEP else ""
 
 
 def _version() -> str:

@@ -1,7 +1,13 @@
-"""A worker's metrics over HTTP, for who scrapes workers directly: GET /metrics.
+"""A worker's metrics over HTTP, for who scrapes workers directly, and what supervisors probe.
 
-The threads here hold nothing of the worker's: they ask its control thread for the text, and wait
-for it no longer than ANSWER_TIMEOUT_S.
+| path     | what                                                                          |
+| ---      | ---                                                                           |
+| /metrics | Prometheus' text                                                              |
+| /health  | 200 while the control thread answers                                          |
+| /ready   | 200 while it takes new requests; 503 with the reason while it drains or sleeps |
+
+Before the worker has started nobody is answered. The threads here hold nothing of the worker's:
+they ask its control thread for the text, and wait for it no longer than ANSWER_TIMEOUT_S.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from kvxfer.worker.work_thread import Report
 
 logger = logging.getLogger(__name__)
 
+PATHS = ("/metrics", "/health", "/ready")
 ANSWER_TIMEOUT_S = 5.0
 CONNECTION_TIMEOUT_S = 10.0
 """Of a connection, from its first byte to its last: slow clients must not pile up."""
@@ -49,12 +56,19 @@ class MetricsServer:
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         return f"http://{host}:{address[1]}/metrics"
 
-    def start(self, reports: Mailbox[Report], text: Callable[[], str]) -> None:
-        """Answer with `text`, which the thread that drains `reports` calls."""
+    def start(
+        self,
+        reports: Mailbox[Report],
+        text: Callable[[], str],
+        unready: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Answer with `text`, and with why nothing new is taken or '': the thread that drains
+        `reports` calls both."""
+        pages = {"/metrics": text, "/health": lambda: "", "/ready": unready}
 
-        def ask() -> str | None:
+        def ask(path: str) -> str | None:
             told: queue.Queue[str] = queue.Queue()  # not a SimpleQueue: `worker.jobs`
-            reports.put(lambda: told.put(text()))
+            reports.put(lambda: told.put(pages[path]()))
             try:
                 return told.get(timeout=ANSWER_TIMEOUT_S)
             except queue.Empty:
@@ -83,7 +97,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, family: int, address: Any) -> None:
         self.address_family = family
-        self.ask: Callable[[], str | None] = lambda: None
+        self.ask: Callable[[str], str | None] = lambda path: None
         self._lock = threading.Lock()
         self._open: dict[socket.socket, tuple[float, threading.Thread | None]] = {}
         super().__init__(address, _Handler)
@@ -144,16 +158,23 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = CONNECTION_TIMEOUT_S
 
     def do_GET(self) -> None:
-        if self.path.partition("?")[0] != "/metrics":
+        path = self.path.partition("?")[0]
+        if path not in PATHS:
             self.send_error(HTTPStatus.NOT_FOUND)
             return
-        text = self.server.ask()
+        text = self.server.ask(path)
         if text is None:
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "The worker did not answer in time")
-            return
+        elif path == "/metrics":
+            self._answer(HTTPStatus.OK, text, CONTENT_TYPE)
+        else:
+            status = HTTPStatus.SERVICE_UNAVAILABLE if text else HTTPStatus.OK
+            self._answer(status, f"{text or 'ok'}\n", "text/plain; charset=utf-8")
+
+    def _answer(self, status: HTTPStatus, text: str, kind: str) -> None:
         body = text.encode()
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", CONTENT_TYPE)
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

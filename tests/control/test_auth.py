@@ -423,6 +423,25 @@ def test_a_key_of_another_user_is_refused(ring):
         Keys.load(secret, ring.allowed)
 
 
+@pytest.mark.parametrize("mode, is_good", [(0o440, True), (0o640, True), (0o660, False)])
+@pytest.mark.skipif(os.geteuid() != 0, reason="the file has to be root's")
+def test_a_key_of_roots_may_be_read_by_its_group_alone(ring, monkeypatch, mode, is_good):
+    """As Kubernetes gives it to a container of user 10001."""
+    secret = ring.make("a")
+    secret.chmod(mode)
+    with pytest.raises(UsageError, match=r"key_file.*must be 0600"):
+        Keys.load(secret, ring.allowed)  # our own file is ours alone
+    monkeypatch.setattr("kvxfer.control.auth.os.geteuid", lambda: 10001)
+    if is_good:
+        assert Keys.load(secret, ring.allowed) is not None
+    else:
+        with pytest.raises(UsageError, match=r"key_file.*must be 0600"):
+            Keys.load(secret, ring.allowed)
+    secret.chmod(0o444)
+    with pytest.raises(UsageError, match=r"key_file.*must be 0600"):
+        Keys.load(secret, ring.allowed)
+
+
 def test_one_option_without_the_other_is_refused(ring):
     assert Keys.load(None, None) is None
     secret = ring.make("a")

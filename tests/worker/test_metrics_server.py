@@ -15,7 +15,9 @@ from support.service_processes import free_port
 from kvxfer.errors import UsageError
 from kvxfer.worker import metrics_server
 from kvxfer.worker.mailbox import Mailbox
+from kvxfer.worker.metrics import unready
 from kvxfer.worker.metrics_server import MAX_CONNECTIONS, MetricsServer
+from kvxfer.worker.residency import ResidencyState
 
 
 @pytest.fixture
@@ -109,11 +111,37 @@ def test_an_address_that_cannot_be_bound_is_a_usage_error():
             MetricsServer(host, 0)
 
 
+def test_probes_tell_life_from_readiness(server, reports):
+    assert [ask(server, reports, path)[0::2] for path in ("/health", "/ready")] == [
+        (200, "ok\n")
+    ] * 2
+    other = MetricsServer("127.0.0.1", 0)
+    try:
+        other.start(reports, lambda: "", lambda: "draining: a test")
+        assert ask(other, reports, "/health")[0] == 200
+        assert ask(other, reports, "/ready?x=1")[0::2] == (503, "draining: a test\n")
+    finally:
+        other.close()
+
+
+def test_a_worker_is_ready_until_it_drains(cluster):
+    worker = cluster.add("decode", idle=True)
+    assert unready(worker.parts) == ""
+    worker.parts.draining.begin("the host goes away")
+    assert unready(worker.parts) == "draining: the host goes away"
+
+
+def test_a_worker_that_sleeps_is_not_ready(cluster):
+    worker = cluster.add("decode", idle=True)
+    worker.parts.residency.state = ResidencyState.ASLEEP
+    assert unready(worker.parts) == "asleep"
+
+
 def test_a_worker_serves_its_own(cluster):
     """The server as `assembly.serve` puts it together, with a worker that is turned."""
     worker = cluster.add("decode")
     server = MetricsServer("127.0.0.1", free_port())
-    server.start(worker.reports, lambda: worker.parts.metrics.gather(worker.parts).text())
+    worker.parts.metrics.serve(worker.parts, server, worker.reports)
     found = []
     thread = threading.Thread(
         target=lambda: found.append(urllib.request.urlopen(server.url, timeout=5).read().decode())
