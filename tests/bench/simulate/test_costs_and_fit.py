@@ -116,6 +116,7 @@ def test_options_of_a_calibration_are_checked(changes: dict[str, Any], field: st
     assert refused.value.field == field
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_figures_and_a_sweep_its_picture(tmp_path: Path, capsys: Any) -> None:
     files = [tmp_path / "one.json", tmp_path / "two.json"]
     for path in files:
