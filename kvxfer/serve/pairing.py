@@ -25,6 +25,7 @@ chance, so that load spreads where nothing else decides.
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ UNMET_S = 1.0
 """Decode has not met this prefill worker yet: it would take another one, or wait."""
 NEAR_SHARE, NEAR_S = 0.1, 0.001
 """A pair is nearly as good as the best where it costs at most that share and that much more."""
+MOST_OF_A_SIDE = 32
+"""Workers of either side that are looked at, the quickest: all pairs of 500 and 500 idle workers
+took the router 0.4 s, of 32 and 32 about 2 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +96,11 @@ def choose_pair(
 ) -> tuple[int, int]:
     """Places of one of the pairs that are nearly best; neither list is empty.
 
-    Those of which even the two sides alone cost more than that are not looked at, so that many
-    workers cost little.
+    Those of which even the two sides alone cost more than that are not looked at, and none of more
+    than the MOST_OF_A_SIDE quickest workers of a side, so that many cost little.
     """
-    by_prefill = sorted((side.seconds, at) for at, side in enumerate(prefills))
-    by_decode = sorted((side.seconds, at) for at, side in enumerate(decodes))
+    by_prefill = _quickest([side.seconds for side in prefills], chance)
+    by_decode = _quickest([side.seconds for side in decodes], chance)
     best, found = float("inf"), list[tuple[float, int, int]]()
     for prefill_s, prefill in by_prefill:
         if prefill_s + by_decode[0][0] > nearly(best):
@@ -112,6 +116,14 @@ def choose_pair(
     near = [pair for cost, *pair in found if cost <= nearly(best)]
     prefill, decode = chance.choice(near)
     return prefill, decode
+
+
+def _quickest(seconds: Sequence[float], chance: random.Random) -> list[tuple[float, int]]:
+    """With their places, in order; which of equals are among them is by chance."""
+    if len(seconds) <= MOST_OF_A_SIDE:
+        return sorted((cost, at) for at, cost in enumerate(seconds))
+    drawn = ((cost, chance.random(), at) for at, cost in enumerate(seconds))
+    return [(cost, at) for cost, _, at in heapq.nsmallest(MOST_OF_A_SIDE, drawn)]
 
 
 def choose_one(seconds: Sequence[float], chance: random.Random) -> int:

@@ -133,3 +133,22 @@ def test_equal_pairs_are_all_taken():
 
 def test_one_side_alone():
     assert {choose_one([5.0, 1.0, 1.05], random.Random(seed)) for seed in range(40)} == {1, 2}
+
+
+def test_of_many_workers_the_quickest_are_looked_at_and_of_equals_any():
+    asked = []
+
+    def rate(prefill, decode):
+        asked.append((prefill, decode))
+        return 1e9
+
+    chance, taken = random.Random(1), set()
+    prefills, decodes = [IDLE_PREFILL] * 200, [IDLE_DECODE] * 300
+    for _ in range(200):
+        taken.add(choose_pair(prefills, decodes, rate, chance))
+    assert len(asked) <= 200 * pairing.MOST_OF_A_SIDE**2
+    assert len({prefill for prefill, _ in taken}) > 100
+    assert len({decode for _, decode in taken}) > 120
+    cached = PrefillSide(0, 1, 10_000.0, False)
+    prefills[150], decodes[17] = cached, IDLE_DECODE
+    assert {choose_pair(prefills, decodes, rate, chance)[0] for _ in range(20)} == {150}

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.serve.pairing import nearly
+from kvxfer.serve.pairing import MOST_OF_A_SIDE, nearly
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A pair, by place, and among how many it was chosen."""
+    """A pair, by place, and how many the router looks at to choose it, at the most."""
 
     prefill: int
     decode: int
-    num_near: int
+    num_seen: int
 
 
 def choose(
@@ -41,4 +41,4 @@ def choose(
     drawn = int(chance.integers(total))
     prefill = int(np.searchsorted(ends, drawn, side="right"))
     rank = drawn - int(ends[prefill] - fits[prefill])
-    return Choice(prefill, int(order[rank]), total)
+    return Choice(prefill, int(order[rank]), min(total, MOST_OF_A_SIDE**2))

@@ -64,7 +64,7 @@ class Placement:
         costs, shape = self._costs, self._shape
         num_workers = shape.prefill + shape.decode
         each_s = costs.place_worker_s + costs.place_flight_s * num_under_way
-        return costs.place_s + num_workers * each_s + costs.place_pair_s * choice.num_near
+        return costs.place_s + num_workers * each_s + costs.place_pair_s * choice.num_seen
 
     def computed(self, request: Request) -> None:
         """Its first token is known."""
