@@ -181,8 +181,6 @@ def test_the_pair_is_one_that_the_router_may_choose(
     near = [at for at, cost in costs.items() if cost <= nearly(best)]
     seen = min(len(near), MOST_OF_A_SIDE**2)
     assert abs(found.num_seen - seen) <= 1  # a pair right at the bound, rounded
-        abs(found.num_seen - min(len(near), MOST_OF_A_SIDE**2)) <= 1
-    )  # a pair right at the bound, rounded
     real = choose_pair(prefills, decodes, lambda *_: 1e9, random.Random(seed))
     assert costs[real] <= nearly(best) + 1e-9
 
