@@ -99,7 +99,7 @@ def _group(group: Any) -> LayerGroup:
 def _of_spec(spec: Any, names: tuple[str, ...]) -> LayerGroup:
     kind = type(spec).__name__
     if isinstance(spec, MambaSpec):
-        reason = f"{names[0]} keeps state that is not KV blocks: KvxferConnector hands over attention only"
+        reason = f"{names[0]} keeps state that is not KV blocks, which are all that is handed over"
         raise UsageError("model", kind, reason)
     if kind not in ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec"):
         raise UsageError("model", kind, f"what the blocks of {names[0]} hold is not known")
