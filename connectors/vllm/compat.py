@@ -8,6 +8,7 @@ its public sources show of the connector's interface:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -56,6 +57,16 @@ def check_config(config: Any) -> None:
     if transfer.kv_buffer_device != device:
         reason = f"there is no buffer: KV moves from and to {device}, where vLLM has it"
         raise UsageError("kv_buffer_device", transfer.kv_buffer_device, reason)
+
+
+def log_as_vllm_does() -> None:
+    """vLLM sets up its own loggers alone: ours are to be seen beside them."""
+    own = logging.getLogger("vllm")
+    for name in ("connectors", "kvxfer"):
+        logger = logging.getLogger(name)
+        if own.handlers and not logger.handlers:
+            logger.handlers, logger.propagate = list(own.handlers), False
+            logger.setLevel(own.level)
 
 
 def tensor_parallel_rank() -> int:

@@ -70,6 +70,14 @@ class Source:
         return cls(**texts, ranks=tuple(found))
 
 
+def num_tokens_of(params: Mapping[str, Any]) -> int:
+    """Tokens whose KV waits, by a producer's answer. Raises UsageError."""
+    count = params.get("remote_num_tokens")
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise UsageError("kv_transfer_params.remote_num_tokens", count, "is no number of tokens")
+    return count
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
     """Producer: the KV of a finished request, kept for whoever claims it."""

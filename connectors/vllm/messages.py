@@ -104,7 +104,6 @@ class Taken(_Message, frozen=True):
 
 class Abort(_Message, frozen=True):
     lease_id: Name
-    reason: str
 
 
 class Confirmed(_Message, frozen=True):
