@@ -77,6 +77,8 @@ class Service:
         self._lock = threading.Lock()
         self._outcome = Outcome()
         self._error: BaseException | None = None
+        self.silent: frozenset[str] = frozenset()
+        """After `stop`: consumers that may still read, as they were lost and never let go."""
         self._is_up = threading.Event()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._main, name="kvxfer-connector", daemon=True)
@@ -105,15 +107,18 @@ class Service:
         return outcome
 
     def stop(self) -> None:
-        """Nothing here moves any more when this returns. Idempotent; raises DeadlineExceeded where
-        transfers do not end: the tensors must stay then."""
+        """Nothing of ours moves any more when this returns, and consumers have let go; those that
+        were silent instead are `silent`. Idempotent; raises DeadlineExceeded where transfers do not
+        end: the tensors must stay then."""
         self._is_stopping = True
         self._steps.put(Step())
         if self._thread.is_alive():
-            self._thread.join(STOP_TIMEOUT_S)
+            self._thread.join(2 * STOP_TIMEOUT_S)
             if self._thread.is_alive():
-                raise DeadlineExceeded(f"transfers have not ended in {STOP_TIMEOUT_S:g} s")
+                raise DeadlineExceeded(f"{self._thread.name} has not ended")
         self._steps.close()
+        if isinstance(self._error, DeadlineExceeded):
+            raise self._error
 
     # ---- the thread
 
@@ -130,7 +135,7 @@ class Service:
     def _run(self) -> None:
         setup = self._setup
         listen = setup.options.address(setup.port_offset) if setup.is_producer else None
-        channel = Channel(setup.facts.name, listen, setup.options.keys(), CODEC)
+        channel = Channel(setup.facts.incarnation, listen, setup.options.keys(), CODEC)
         try:
             channel.watch(self._steps.fileno())
             names = setup.options.connectors.split(",")
@@ -178,10 +183,20 @@ class _Loop:
     def run(self) -> None:
         while not self._service._is_stopping:
             self._turn()
-        self._consumer.close("this worker is shutting down")
-        self._producer.close("this worker is shutting down")
-        self._links.close("this worker is shutting down")
+        self._leave("its cache's memory goes")
         self._report()
+        self._service.silent = frozenset(self._producer.silent)
+
+    def _leave(self, reason: str) -> None:
+        """Returns once nothing of ours is under way, and consumers have let go or are lost."""
+        self._consumer.close(reason)
+        self._producer.leave(reason)
+        deadline_s = time.monotonic() + STOP_TIMEOUT_S
+        while self._consumer.is_busy or self._producer.has_readers:
+            if time.monotonic() > deadline_s:
+                raise DeadlineExceeded(f"transfers have not ended in {STOP_TIMEOUT_S:g} s")
+            self._turn()
+        self._links.close(reason)
 
     def _turn(self) -> None:
         is_busy = self._consumer.is_busy or self._producer.is_busy

@@ -10,6 +10,7 @@ import torch
 from connectors.vllm.handover import RankAddress, Step
 from connectors.vllm.layout import VllmCache
 from connectors.vllm.service import Outcome, Service, Setup
+from kvxfer.errors import KvxferError, MemoryPinned
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class Worker:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Raises UsageError for tensors, or options, that will not do; ConnectorError."""
-        self.release()
+        self._stop()
         cache, setup = self._describe(kv_caches)
         service = Service(setup, cache)
         service.start()
@@ -50,10 +51,25 @@ class Worker:
         )
 
     def release(self) -> None:
-        """The tensors' memory may go when this has returned. Idempotent."""
+        """The tensors' memory may go when this has returned. Idempotent. Raises MemoryPinned where
+        a consumer that was lost, and may live, has never let go of it."""
+        service = self._stop()
+        if service is not None and service.silent:
+            names = ", ".join(sorted(service.silent))
+            raise MemoryPinned(f"the KV cache's memory must stay: {names} may still read it")
+
+    def shut_down(self) -> None:
+        """The process ends. Idempotent; what does not end in time is logged."""
+        try:
+            self._stop()
+        except KvxferError as error:
+            logger.warning("shutdown: %s", error)
+
+    def _stop(self) -> Service | None:
         service, self._service = self._service, None
         if service is not None:
             service.stop()
+        return service
 
     def restore(self) -> None:
         """After `release`: the same tensors have memory again."""

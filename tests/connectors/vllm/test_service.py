@@ -21,6 +21,7 @@ from connectors.vllm.messages import (
     Message,
     Ready,
     Taken,
+    Unknown,
     Welcome,
 )
 from kvxfer.control.channel import Channel
@@ -54,6 +55,10 @@ class Visitor:
                     self.heard.remove(message)
                     return message
             assert time.monotonic() < deadline_s, f"no {kind.__name__}, but {self.heard}"
+
+    def leave(self) -> None:
+        self.say(Goodbye(b""))
+        self.channel.close()
 
     def greet(self) -> None:
         self.say(Hello(WIRE_VERSION, self.facts))
@@ -155,7 +160,7 @@ def test_kv_is_good_once(pair):
     visitor.greet()
     visitor.say(Taken("lease"))
     assert isinstance(visitor.hear(Failed), Failed)
-    visitor.channel.close()
+    visitor.leave()
 
 
 def test_a_request_that_ends_before_it_has_blocks_frees_the_producers(pair):
@@ -197,12 +202,12 @@ def test_a_silent_consumer_loses_its_lease_and_is_never_confirmed():
         assert visitor.hear(Ready).blocks == [[1]]
         producer.sent()  # it was silent for too long
         visitor.say(Taken("lease"))
-        visitor.hear(Goodbye)
+        visitor.hear(Unknown)
         visitor.greet()
         visitor.say(Taken("lease"))
         assert visitor.hear(Failed).reason == "the lease was broken"
         assert not any(isinstance(message, Confirmed) for message in visitor.heard)
-        visitor.channel.close()
+        visitor.leave()
 
 
 def test_a_reader_that_lives_keeps_its_lease_for_longer_than_anybody_may_claim_it():
@@ -220,7 +225,7 @@ def test_a_reader_that_lives_keeps_its_lease_for_longer_than_anybody_may_claim_i
         visitor.say(Taken("lease"))
         visitor.hear(Confirmed)
         producer.sent()
-        visitor.channel.close()
+        visitor.leave()
 
 
 def test_kv_that_nobody_claims_is_freed():
@@ -230,22 +235,28 @@ def test_kv_that_nobody_claims_is_freed():
         producer.sent()
 
 
-def test_a_producer_that_leaves_fails_what_was_claimed(pair):
+def test_a_producer_that_leaves_fails_what_was_claimed_and_waits_for_goodbyes(pair):
     producer, consumer = pair
-    offer([producer], [1, 2], 20)
+    offer([producer], [1], 9)
     claim([consumer], source_of([producer]))
-    while not producer.service.take() or not consumer_holds(consumer):
-        time.sleep(0.01)
+    load([consumer], [4], 0, 9)
+    consumer.loaded()
+    claim([consumer], source_of([producer], "next"))
     producer.service.stop()
-    time.sleep(0.2)
+    assert not producer.service.silent
     load([consumer], [4, 5], 16, 20)
-    outcome = consumer.loaded()
-    assert "shutting down" in outcome.failed["d"] and outcome.invalid_blocks == {5}
+    outcome = consumer.until(lambda outcome: bool(outcome.failed))
+    assert outcome.invalid_blocks == {5}
 
 
-def consumer_holds(consumer: Rank) -> bool:
-    time.sleep(0.2)
-    return True
+def test_who_was_silent_may_still_read():
+    producer = Rank("P", peer_timeout_s=0.2)
+    with running(producer):
+        visitor = Visitor(producer)
+        visitor.greet()
+        producer.service.stop()
+        assert producer.service.silent == {visitor.facts.name}
+        visitor.channel.close()
 
 
 def test_a_producer_that_nobody_finds_fails_the_load():
