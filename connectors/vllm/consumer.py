@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from connectors.vllm.handover import Claim, Load
+from connectors.vllm.handover import Claim, Load, Source
 from connectors.vllm.layout import LayerGroup
 from connectors.vllm.links import Link, Links, LinkState
 from connectors.vllm.messages import Abort, Confirmed, Failed, Message, Ready, Taken
@@ -31,7 +31,7 @@ from connectors.vllm.messages import Claim as ClaimMessage
 from connectors.vllm.ranks import Share
 from connectors.vllm.reading import reading_of
 from connectors.vllm.stats import Stats
-from kvxfer.errors import KvxferError, PlanError
+from kvxfer.errors import KvxferError, PlanError, TransferError
 from kvxfer.transfer.endpoint import Endpoint, Ticket
 
 logger = logging.getLogger(__name__)
@@ -127,6 +127,7 @@ class Consumer:
 
     def claim(self, claim: Claim) -> None:
         try:
+            self._check_once(claim)
             ranks = claim.source.ranks
             shares = self._shares(len(ranks))
             parts = [Part(share, ranks[share.rank].incarnation) for share in shares]
@@ -142,9 +143,10 @@ class Consumer:
 
     def load(self, load: Load) -> None:
         request = self._requests.get(load.request_id)
-        if request is None:
-            logger.error("request %s: to be loaded, and was never claimed", load.request_id)
-            return
+        if request is None:  # its claim came before this service was started
+            nothing = Claim(load.request_id, Source("", "", "", ()))
+            request = Request(nothing, [], error="it was never claimed here")
+            self._requests[load.request_id] = request
         request.load = load
         for part in request.parts:
             if part.state is PartState.HELD and not request.error:
@@ -219,6 +221,14 @@ class Consumer:
     def _links(self) -> Links:
         assert self.links is not None
         return self.links
+
+    def _check_once(self, claim: Claim) -> None:
+        """A lease is good once: answers to two claims of it could not be told apart."""
+        lease_id = claim.source.lease_id
+        for request in self._requests.values():
+            if request.claim.source.lease_id == lease_id:
+                other = request.claim.request_id
+                raise TransferError(f"its KV has been claimed for request {other} already")
 
     def _parts_of(self, link: Link) -> list[tuple[Request, Part]]:
         return [

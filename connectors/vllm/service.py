@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from connectors.vllm.consumer import Consumer, Request
-from connectors.vllm.handover import RankAddress, Step
+from connectors.vllm.handover import Load, RankAddress, Step
 from connectors.vllm.layout import HALVES, VllmCache
 from connectors.vllm.links import Links
 from connectors.vllm.messages import CODEC, Facts, Message
@@ -62,6 +62,14 @@ class Outcome:
     """and those among them whose KV must not be used, with the reason."""
     invalid_blocks: set[int] = field(default_factory=set)
     """The scheduler's blocks of the failed ones, from the first on that was to be loaded."""
+
+    def fail(self, load: Load, reason: str, first_block: int) -> None:
+        """`first_block`: which entry of its tables was the first to be loaded."""
+        logger.warning("request %s: its KV was not loaded: %s", load.request_id, reason)
+        self.loaded.add(load.request_id)
+        self.failed[load.request_id] = reason
+        for group in load.blocks:
+            self.invalid_blocks.update(block for block in group[first_block:] if block)
 
 
 class Service:
@@ -258,12 +266,7 @@ class _Loop:
 def _record(outcome: Outcome, request: Request, cache: VllmCache) -> None:
     load = request.load
     assert load is not None
-    outcome.loaded.add(load.request_id)
-    if not request.error:
-        return
-    logger.warning("request %s: its KV was not loaded: %s", load.request_id, request.error)
-    outcome.failed[load.request_id] = request.error
-    first = load.start // (cache.block_size * cache.ratio)
-    outcome.invalid_blocks.update(
-        block for group in load.blocks for block in group[first:] if block
-    )
+    if request.error:
+        outcome.fail(load, request.error, load.start // (cache.block_size * cache.ratio))
+    else:
+        outcome.loaded.add(load.request_id)

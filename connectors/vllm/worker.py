@@ -25,7 +25,9 @@ class Worker:
         self._describe = describe
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._service: Service | None = None
-        self._invalid_blocks: set[int] = set()
+        self._unserved: list[Step] = []
+        self._block_size = 1
+        """The scheduler's, once known."""
 
     @property
     def address(self) -> RankAddress | None:
@@ -37,6 +39,7 @@ class Worker:
         cache, setup = self._describe(kv_caches)
         service = Service(setup, cache)
         service.start()
+        self._block_size = cache.block_size * cache.ratio
         self._kv_caches, self._service = dict(kv_caches), service
         spec = cache.memory.geometry.specs[0]
         logger.info(
@@ -79,9 +82,18 @@ class Worker:
     def tell(self, step: Step) -> None:
         if self._service is not None:
             self._service.tell(step)
+        else:
+            self._unserved.append(step)
 
     def take(self) -> Outcome:
-        return self._service.take() if self._service else Outcome()
+        """While nothing is registered, what was told has failed."""
+        outcome = self._service.take() if self._service else Outcome()
+        unserved, self._unserved = self._unserved, []
+        for step in unserved:
+            outcome.sent.update(offer.request_id for offer in step.offers)
+            for load in step.loads:
+                outcome.fail(load, "no KV cache is registered", load.start // self._block_size)
+        return outcome
 
     def take_stats(self) -> dict[str, list[float]] | None:
         return self._service.stats.take() if self._service else None

@@ -8,7 +8,8 @@ import pytest
 import torch
 from support.vllm_ranks import Rank, claim, load, offer, running, source_of
 
-from connectors.vllm.handover import RankAddress, Source, Step
+from connectors.vllm.handover import Claim as Claimed
+from connectors.vllm.handover import Load, Offer, RankAddress, Source, Step
 from connectors.vllm.messages import (
     CODEC,
     WIRE_VERSION,
@@ -24,6 +25,8 @@ from connectors.vllm.messages import (
     Unknown,
     Welcome,
 )
+from connectors.vllm.service import Outcome
+from connectors.vllm.worker import Worker
 from kvxfer.control.channel import Channel
 
 
@@ -161,6 +164,34 @@ def test_kv_is_good_once(pair):
     visitor.say(Taken("lease"))
     assert isinstance(visitor.hear(Failed), Failed)
     visitor.leave()
+
+
+def test_one_lease_serves_one_request(pair):
+    producer, consumer = pair
+    claim([consumer], source_of([producer]))
+    again = Step(
+        claims=[Claimed("again", source_of([producer]))], loads=[Load("again", 0, 9, ([7],))]
+    )
+    consumer.service.tell(again)
+    assert "for request d already" in consumer.loaded("again").failed["again"]
+    offer([producer], [1], 9)
+    load([consumer], [4], 0, 9)
+    assert not consumer.loaded().failed
+
+
+def test_a_load_without_a_claim_fails(pair):
+    _, consumer = pair
+    load([consumer], [4], 0, 9)
+    assert "never claimed" in consumer.loaded().failed["d"]
+
+
+def test_without_a_service_loads_fail_and_offers_end():
+    worker = Worker(lambda tensors: pytest.fail("nothing was registered"))
+    worker.tell(Step(offers=[Offer("p", "l", 9, ([1],))], loads=[Load("d", 0, 9, ([4, 5],))]))
+    outcome = worker.take()
+    assert outcome.sent == {"p"} and outcome.loaded == {"d"} and outcome.invalid_blocks == {4, 5}
+    assert worker.take() == Outcome()
+    worker.release()
 
 
 def test_a_request_that_ends_before_it_has_blocks_frees_the_producers(pair):
