@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from connectors.vllm.consumer import Consumer, Request
+from connectors.vllm.consumer import Consumer
 from connectors.vllm.handover import Load, RankAddress, Step
 from connectors.vllm.layout import HALVES, VllmCache
 from connectors.vllm.links import Links
 from connectors.vllm.messages import CODEC, Facts, Message
 from connectors.vllm.options import Options
+from connectors.vllm.parts import Request
 from connectors.vllm.producer import Producer
 from connectors.vllm.ranks import Share
 from connectors.vllm.stats import Stats
@@ -29,8 +30,11 @@ from kvxfer.worker.mailbox import Mailbox
 logger = logging.getLogger(__name__)
 
 BUSY_WAIT_S = 0.001
-"""Between polls while transfers of ours are under way, or somebody may be reading from us."""
+"""Between polls while transfers of ours are under way,"""
+SERVING_WAIT_S = 0.002
+"""while somebody may be reading from us, by a transport that needs our progress,"""
 IDLE_WAIT_S = 0.02
+"""and else: what is told, or comes in, wakes the thread at once."""
 TICK_S = 0.1
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
@@ -207,8 +211,9 @@ class _Loop:
         self._links.close(reason)
 
     def _turn(self) -> None:
-        is_busy = self._consumer.is_busy or self._producer.is_busy
-        for letter in self._channel.poll(BUSY_WAIT_S if is_busy else IDLE_WAIT_S):
+        wait_s = SERVING_WAIT_S if self._producer.is_busy else IDLE_WAIT_S
+        wait_s = BUSY_WAIT_S if self._consumer.is_busy else wait_s
+        for letter in self._channel.poll(wait_s):
             self._hear(letter.peer, letter.message)  # type: ignore[arg-type]
         for step in self._service._steps.drain():
             self._take_in(step)

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from support.keys import KeyRing
 from support.vllm_ranks import Rank, claim, load, offer, running, source_of
 
 from connectors.vllm.handover import Claim as Claimed
@@ -329,3 +330,22 @@ def test_engines_that_differ_are_told_in_what(other: dict, field: str):
         claim([consumer], source_of([producer]))
         load([consumer], [4], 0, 9)
         assert f"{field} differs" in consumer.loaded().failed["d"]
+
+
+def test_keys_let_in_those_who_are_listed_and_nobody_else(tmp_path):
+    ring = KeyRing(tmp_path)
+    keys = [str(ring.make("p")), str(ring.make("d")), str(ring.make("x", allow=False))]
+    with_keys = [{"key_file": key, "peer_keys": str(ring.allowed)} for key in keys]
+    producer, consumer = Rank("P", **with_keys[0]), Rank("D", **with_keys[1])
+    stranger = Rank("X", claim_timeout_s=0.5, **with_keys[2])
+    producer.fill()
+    with running(producer, consumer, stranger):
+        assert producer.address.address.endswith("#p")
+        offer([producer], [1], 9)
+        claim([stranger], source_of([producer]))
+        load([stranger], [4], 0, 9)
+        assert "no answer" in stranger.loaded().failed["d"]
+        claim([consumer], source_of([producer]))
+        load([consumer], [4], 0, 9)
+        assert not consumer.loaded().failed
+        assert torch.equal(producer.tokens([1], 9, range(4)), consumer.tokens([4], 9, range(4)))
