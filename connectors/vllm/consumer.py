@@ -32,18 +32,20 @@ class Consumer:
         shares: Callable[[int], list[Share]],
         blocks: Callable[[list[int]], list[int]],
         stats: Stats,
-        timeout_s: float,
+        timeouts_s: tuple[float, float],
         block_size: int,
         whole_blocks: bool,
     ) -> None:
         """`shares`: of a producer of so many ranks. `blocks`: the endpoint's blocks of the
-        scheduler's; `block_size` is theirs. `whole_blocks`: no part of one can move by itself."""
+        scheduler's. `timeouts_s`: claim_timeout_s and peer_timeout_s. `block_size`: of the
+        endpoint's. `whole_blocks`: no part of one can move by itself."""
         self._endpoint = endpoint
         self._groups = groups
         self._shares = shares
         self._blocks = blocks
         self._stats = stats
-        self._timeout_s = timeout_s
+        self._timeout_s = timeouts_s[0]
+        self._doubt_s = timeouts_s[1] / 3
         self._block_size = block_size
         self._whole_blocks = whole_blocks
         self._requests: dict[str, Request] = {}
@@ -111,8 +113,10 @@ class Consumer:
     def on_gone(self, link: Link, reason: str) -> None:
         self._unwanted.pop(link.key, None)
         for request, part in self._parts_of(link):
-            if part.state not in ENDED:
-                part.link = None
+            if part.state in ENDED:
+                continue
+            part.link = None
+            if not (part.doubted_s and self._dialled_anew(request, part)):
                 self._fail(request, f"producer {link.name}: {reason}")
 
     def hear(self, link: Link, message: Message) -> None:
@@ -147,7 +151,11 @@ class Consumer:
     def tick(self, now_s: float) -> None:
         for request in list(self._requests.values()):
             for part in request.parts:
-                if part.state in TIMED and now_s - part.since_s > self._timeout_s:
+                link = part.link
+                if part.doubted_s and link and link.seen_s > part.doubted_s + self._doubt_s:
+                    part.doubted_s = 0.0
+                    self._fail(request, f"producer {link.name} has started anew since")
+                elif part.state in TIMED and now_s - part.since_s > self._timeout_s:
                     where = part.link.name if part.link else "the producer"
                     self._fail(request, f"{where} has not answered in {self._timeout_s:g} s")
 
@@ -181,12 +189,25 @@ class Consumer:
     def _send_claim(self, request: Request, part: Part) -> None:
         assert part.link is not None and part.link.facts is not None
         if part.link.facts.incarnation != part.incarnation:
-            part.become(PartState.FAILED)
-            self._fail(request, f"producer {part.link.name} has started anew since")
+            if part.link.ready_s < part.since_s:  # one of the two is out of date
+                part.doubted_s = time.monotonic()
+                self._links.doubt(part.link)
+            else:
+                self._fail(request, f"producer {part.link.name} has started anew since")
             return
         part.become(PartState.CLAIMED)
         lease_id = request.claim.source.lease_id
         self._links.send(part.link, ClaimMessage(lease_id, part.share.num_readers))
+
+    def _dialled_anew(self, request: Request, part: Part) -> bool:
+        """The life that was there is over: ours may be the one after it."""
+        part.doubted_s = 0.0
+        try:
+            part.link = self._links.dial(request.claim.source.ranks[part.share.rank].address)
+        except KvxferError as error:
+            logger.info("not dialled again: %s", error)
+            return False
+        return True
 
     def _read(self, request: Request, part: Part) -> None:
         """Start the transfers of a part that is HELD."""

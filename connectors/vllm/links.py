@@ -64,7 +64,9 @@ class Link:
     seen_s: float = 0.0
     state: LinkState = LinkState.DIALLING
     facts: Facts | None = None
-    """Once it is READY."""
+    """Once it is READY,"""
+    ready_s: float = 0.0
+    """since then."""
     lane: Lane | None = None
     """By which we read."""
 
@@ -114,6 +116,10 @@ class Links:
             self._channel.send(link.key, message)  # type: ignore[arg-type]
         except ControlError as error:
             self.lose(link, str(error))
+
+    def doubt(self, link: Link) -> None:
+        """Whether it still lives shows soon: a process that took its place says Unknown."""
+        self.send(link, Heartbeat())
 
     def hear(self, key: str, message: Message) -> Link | None:
         """Who said it, where it is about requests and the link is READY."""
@@ -215,5 +221,6 @@ class Links:
             self.lose(link, str(error))
             return
         link.facts, link.lane, link.state = welcome.facts, pulls[0], LinkState.READY
+        link.ready_s = time.monotonic()
         logger.info("producer %s is there, by %s", link.name, link.lane)
         self._on_ready(link)

@@ -3,6 +3,7 @@
 | part     | of a request's KV: what one of the producer's ranks has | leaves by |
 | ---      | ---                                     | ---                                      |
 | NEW      | the link is not READY                   | it is: Claim is sent → CLAIMED           |
+|          | or READY, to another life than is named | GONE: dialled anew; heard of → FAILED    |
 | CLAIMED  | Claim is out                            | Ready → HELD                             |
 | HELD     | it may be read, and waits for blocks    | load → READING, or TAKEN: nothing to read |
 | READING  | tickets of ours are under way           | all done: Taken is sent → TAKEN          |
@@ -52,6 +53,8 @@ class Part:
     ready: Ready | None = None
     tickets: list[Ticket] = field(default_factory=list)
     started_s: float = 0.0
+    doubted_s: float = 0.0
+    """While NEW: since when the link is READY, to another life of the producer than ours is of."""
 
     def become(self, state: PartState) -> None:
         self.state, self.since_s = state, time.monotonic()

@@ -177,7 +177,7 @@ class _Loop:
             setup.shares,
             cache.blocks,
             service.stats,
-            setup.options.claim_timeout_s,
+            (setup.options.claim_timeout_s, setup.options.peer_timeout_s),
             cache.block_size,
             cache.page_format.startswith(HALVES),
         )

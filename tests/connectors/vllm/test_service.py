@@ -29,6 +29,7 @@ from connectors.vllm.messages import (
 from connectors.vllm.service import Outcome
 from connectors.vllm.worker import Worker
 from kvxfer.control.channel import Channel
+from kvxfer.transfer.endpoint import Endpoint, HeadShard
 
 
 class Visitor:
@@ -67,6 +68,27 @@ class Visitor:
     def greet(self) -> None:
         self.say(Hello(WIRE_VERSION, self.facts))
         self.hear(Welcome)
+
+
+class Mortal:
+    """A producer that welcomes and then ends without a word, at an address of its own."""
+
+    def __init__(self) -> None:
+        self.rank = Rank("P")
+        self.channel = Channel("mortal", "tcp://127.0.0.1:0", codec=CODEC)
+        self.address = RankAddress(self.channel.address, self.rank.facts.incarnation)
+
+    def welcome(self) -> None:
+        shard = HeadShard(0, 4)
+        with Endpoint("mortal", self.rank.cache.memory, ["loopback"], [shard]) as endpoint:
+            endpoint.register()
+            letters = []
+            while not letters:
+                letters = self.channel.poll(0.05)
+            told = endpoint.describe("consumer")
+            self.channel.send(letters[0].peer, Welcome(WIRE_VERSION, self.rank.facts, told))
+            self.channel.poll(0.2)
+        self.channel.close()
 
 
 @pytest.fixture
@@ -267,18 +289,19 @@ def test_kv_that_nobody_claims_is_freed():
         producer.sent()
 
 
-def test_a_producer_that_leaves_fails_what_was_claimed_and_waits_for_goodbyes(pair):
-    producer, consumer = pair
-    offer([producer], [1], 9)
-    claim([consumer], source_of([producer]))
-    load([consumer], [4], 0, 9)
-    consumer.loaded()
-    claim([consumer], source_of([producer], "next"))
-    producer.service.stop()
-    assert not producer.service.silent
-    load([consumer], [4, 5], 16, 20)
-    outcome = consumer.until(lambda outcome: bool(outcome.failed))
-    assert outcome.invalid_blocks == {5}
+def test_a_producer_that_leaves_fails_what_was_claimed_and_waits_for_goodbyes():
+    producer, consumer = Rank("P"), Rank("D", claim_timeout_s=1.0)
+    with running(producer, consumer):
+        offer([producer], [1], 9)
+        claim([consumer], source_of([producer]))
+        load([consumer], [4], 0, 9)
+        consumer.loaded()
+        claim([consumer], source_of([producer], "next"))
+        producer.service.stop()
+        assert not producer.service.silent
+        load([consumer], [4, 5], 16, 20)
+        outcome = consumer.until(lambda outcome: bool(outcome.failed))
+        assert outcome.invalid_blocks == {5}
 
 
 def test_who_was_silent_may_still_read():
@@ -306,6 +329,22 @@ def test_a_producer_of_another_life_is_not_asked(pair):
     claim([consumer], Source("P", "p", "lease", (old,)))
     load([consumer], [4], 0, 9)
     assert "started anew" in consumer.loaded().failed["d"]
+
+
+def test_a_producer_that_took_anothers_place_is_asked():
+    mortal, consumer = Mortal(), Rank("D", peer_timeout_s=1.0)
+    with running(consumer):
+        claim([consumer], Source("P", "p", "old", (mortal.address,)))
+        mortal.welcome()
+        successor = Rank("P", listen=mortal.address.address)
+        with running(successor):
+            offer([successor], [1], 9)
+            mine = Source("P", "p", "lease", (successor.address,))
+            consumer.service.tell(Step(claims=[Claimed("new", mine)]))
+            consumer.service.tell(Step(loads=[Load("new", 0, 9, ([4],))]))
+            assert not consumer.loaded("new").failed
+            load([consumer], [5], 0, 9)
+            assert consumer.loaded().failed["d"]
 
 
 def test_addresses_of_other_hosts_are_not_dialled_without_keys(pair):
