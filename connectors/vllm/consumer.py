@@ -291,5 +291,7 @@ class Consumer:
         if request.load is not None:
             del self._requests[request_id]
             self.ended.append(request)
+            if request.error and not request.is_dropped:
+                self._stats.load_failed()
         elif request.is_dropped:
             del self._requests[request_id]

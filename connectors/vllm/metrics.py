@@ -74,7 +74,7 @@ class KvxferPromMetrics(KVConnectorPromMetrics):
         self._failed = self._by_engine(
             metric_types[Counter](
                 name="vllm:kvxfer_num_failed_transfers",
-                documentation="KV transfers whose bytes were not used.",
+                documentation="Requests whose KV could not be loaded, for whatever reason.",
                 labelnames=labelnames,
             )
         )

@@ -35,8 +35,9 @@ class Options:
     """One of the six, asked of vLLM; '': any that its attention backend prefers."""
     lease_timeout_s: float = 30.0
     """How long KV waits for a consumer to claim it."""
-    peer_timeout_s: float = 5.0
-    """How long a peer may be silent before it counts as dead."""
+    peer_timeout_s: float = 15.0
+    """How long a peer may be silent before it counts as dead. Its beats come from a thread of a
+    process that computes: on a host of 2 cores and a load of 15, 5 s were too short (measured)."""
     claim_timeout_s: float = 30.0
     """How long a producer may take to answer a claim."""
 

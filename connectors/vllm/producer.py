@@ -110,6 +110,11 @@ class Producer:
         for peer in self._readers:
             self._send(peer, Leave(reason))
 
+    def give_up(self) -> None:
+        """On those that have not answered `leave`."""
+        for peer in list(self._readers):
+            self._lose(peer, "it has not let go in time")
+
     @property
     def has_readers(self) -> bool:
         return bool(self._readers)

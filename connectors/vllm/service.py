@@ -37,7 +37,8 @@ IDLE_WAIT_S = 0.02
 """and else: what is told, or comes in, wakes the thread at once."""
 TICK_S = 0.1
 START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 10.0
+GRACE_S = 5.0
+"""Beyond what a peer may be silent for, until everything has let go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ class Service:
         """After `stop`: consumers that may still read, as they were lost and never let go."""
         self._is_up = threading.Event()
         self._is_stopping = False
+        self._patience_s = GRACE_S
         self._thread = threading.Thread(target=self._main, name="kvxfer-connector", daemon=True)
 
     # ---- from the model's thread
@@ -103,7 +105,7 @@ class Service:
         if not self._is_up.wait(START_TIMEOUT_S):
             raise DeadlineExceeded(f"the KV cache was not registered in {START_TIMEOUT_S:g} s")
         if self._error is not None:
-            self._thread.join(STOP_TIMEOUT_S)
+            self._thread.join(GRACE_S)
             raise self._error
 
     def tell(self, step: Step) -> None:
@@ -118,14 +120,16 @@ class Service:
             raise WorkerDied(f"thread {self._thread.name} died: {self._error}") from self._error
         return outcome
 
-    def stop(self) -> None:
+    def stop(self, patience_s: float | None = None) -> None:
         """Nothing of ours moves any more when this returns, and consumers have let go; those that
-        were silent instead are `silent`. Idempotent; raises DeadlineExceeded where transfers do not
-        end: the tensors must stay then."""
+        have not, in `patience_s` or as long as a peer may be silent, are `silent`. Idempotent;
+        raises DeadlineExceeded where our own transfers do not end: the tensors must stay then."""
+        longest_s = self._setup.options.peer_timeout_s + GRACE_S
+        self._patience_s = longest_s if patience_s is None else patience_s
         self._is_stopping = True
         self._steps.put(Step())
         if self._thread.is_alive():
-            self._thread.join(2 * STOP_TIMEOUT_S)
+            self._thread.join(self._patience_s + 2 * GRACE_S)
             if self._thread.is_alive():
                 raise DeadlineExceeded(f"{self._thread.name} has not ended")
         self._steps.close()
@@ -203,11 +207,15 @@ class _Loop:
         """Returns once nothing of ours is under way, and consumers have let go or are lost."""
         self._consumer.close(reason)
         self._producer.leave(reason)
-        deadline_s = time.monotonic() + STOP_TIMEOUT_S
+        deadline_s = time.monotonic() + self._service._patience_s
         while self._consumer.is_busy or self._producer.has_readers:
             if time.monotonic() > deadline_s:
-                raise DeadlineExceeded(f"transfers have not ended in {STOP_TIMEOUT_S:g} s")
+                break
             self._turn()
+        self._producer.give_up()
+        if self._consumer.is_busy:
+            patience_s = self._service._patience_s
+            raise DeadlineExceeded(f"transfers have not ended in {patience_s:g} s")
         self._links.close(reason)
 
     def _turn(self) -> None:

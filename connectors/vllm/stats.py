@@ -12,8 +12,8 @@ DURATION, BYTES, DESCRIPTORS, FAILED = (
     "num_descriptors",
     "num_failed_transfers",
 )
-"""Keys of what `take` returns: seconds, bytes and descriptors of each transfer, and how many
-transfers failed, each a list."""
+"""Keys of what `take` returns, each a list: seconds, bytes and descriptors of each transfer, and a
+1 for each request whose KV could not be loaded, for whatever reason."""
 KEYS = (DURATION, BYTES, DESCRIPTORS, FAILED)
 
 
@@ -25,11 +25,13 @@ class Stats:
 
     def ended(self, ticket: Ticket, seconds: float) -> None:
         if ticket.error is not None:
-            self._data[FAILED].append(1)
             return
         self._data[DURATION].append(seconds)
         self._data[BYTES].append(ticket.num_bytes)
         self._data[DESCRIPTORS].append(ticket.num_descriptors)
+
+    def load_failed(self) -> None:
+        self._data[FAILED].append(1)
 
     def take(self) -> dict[str, list[Any]] | None:
         """What there was since the last time; None: nothing."""

@@ -14,6 +14,9 @@ from kvxfer.errors import KvxferError, MemoryPinned
 
 logger = logging.getLogger(__name__)
 
+SHUTDOWN_S = 2.0
+"""For peers to let go of memory that ends with its process."""
+
 Describe = Callable[[Mapping[str, torch.Tensor]], tuple[VllmCache, Setup]]
 
 
@@ -64,14 +67,14 @@ class Worker:
     def shut_down(self) -> None:
         """The process ends. Idempotent; what does not end in time is logged."""
         try:
-            self._stop()
+            self._stop(SHUTDOWN_S)
         except KvxferError as error:
             logger.warning("shutdown: %s", error)
 
-    def _stop(self) -> Service | None:
+    def _stop(self, patience_s: float | None = None) -> Service | None:
         service, self._service = self._service, None
         if service is not None:
-            service.stop()
+            service.stop(patience_s)
         return service
 
     def restore(self) -> None:

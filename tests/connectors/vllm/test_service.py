@@ -27,6 +27,7 @@ from connectors.vllm.messages import (
     Welcome,
 )
 from connectors.vllm.service import Outcome
+from connectors.vllm.stats import new_data
 from connectors.vllm.worker import Worker
 from kvxfer.control.channel import Channel
 from kvxfer.transfer.endpoint import Endpoint, HeadShard
@@ -305,11 +306,11 @@ def test_a_producer_that_leaves_fails_what_was_claimed_and_waits_for_goodbyes():
 
 
 def test_who_was_silent_may_still_read():
-    producer = Rank("P", peer_timeout_s=0.2)
+    producer = Rank("P")
     with running(producer):
         visitor = Visitor(producer)
         visitor.greet()
-        producer.service.stop()
+        producer.service.stop(0.2)
         assert producer.service.silent == {visitor.facts.name}
         visitor.channel.close()
 
@@ -321,6 +322,7 @@ def test_a_producer_that_nobody_finds_fails_the_load():
         claim([consumer], Source("P", "p", "lease", (nobody,)))
         load([consumer], [4], 0, 9)
         assert "no answer" in consumer.loaded().failed["d"]
+        assert consumer.service.stats.take() == {**new_data(), "num_failed_transfers": [1]}
 
 
 def test_a_producer_of_another_life_is_not_asked(pair):
