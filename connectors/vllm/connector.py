@@ -78,7 +78,9 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         options.keys()  # a fault in them is told before memory is taken
         if transfer.is_kv_producer:
             options.address(0)
-        self._worker = Worker(partial(_describe, vllm_config, options, groups))
+        self._worker = Worker(
+            partial(_describe, vllm_config, options, groups, secrets.token_hex(8))
+        )
 
     # ---- worker
 
@@ -229,6 +231,7 @@ def _describe(
     config: Any,
     options: Options,
     groups: list[LayerGroup],
+    incarnation: str,
     kv_caches: Mapping[str, torch.Tensor],
 ) -> tuple[VllmCache, Setup]:
     """What a worker's service is started with. Raises UsageError."""
@@ -243,10 +246,10 @@ def _describe(
     if len(heads) != groups[0].num_kv_heads:
         reason = f"rank {rank} of {size} has {groups[0].num_kv_heads} of {total}, not {len(heads)}"
         raise UsageError("num_kv_heads", total, reason)
-    transfer = config.kv_transfer_config
+    is_producer = config.kv_transfer_config.is_kv_producer
     facts = Facts(
-        engine_id=transfer.engine_id,
-        incarnation=secrets.token_hex(8),
+        engine_id=config.kv_transfer_config.engine_id,
+        incarnation=incarnation,
         rank=rank,
         size=size,
         model=config.model_config.model,
@@ -257,10 +260,8 @@ def _describe(
     setup = Setup(
         options=options,
         facts=facts,
-        port_offset=compat.port_offset(config, rank),
+        listen=options.address(compat.port_offset(config, rank)) if is_producer else None,
         shard=HeadShard(heads.start, total),
-        is_producer=transfer.is_kv_producer,
-        is_consumer=transfer.is_kv_consumer,
         shares=lambda producer_size: shares_of(rank, size, producer_size, total),
     )
     return cache, setup

@@ -47,11 +47,9 @@ class Setup:
 
     options: Options
     facts: Facts
-    port_offset: int
-    """Of the port that this rank listens on."""
+    listen: str | None
+    """Where consumers shall dial; None on a rank that only consumes."""
     shard: HeadShard
-    is_producer: bool
-    is_consumer: bool
     shares: Callable[[int], list[Share]]
 
 
@@ -150,14 +148,13 @@ class Service:
 
     def _run(self) -> None:
         setup = self._setup
-        listen = setup.options.address(setup.port_offset) if setup.is_producer else None
-        channel = Channel(setup.facts.incarnation, listen, setup.options.keys(), CODEC)
+        channel = Channel(setup.facts.incarnation, setup.listen, setup.options.keys(), CODEC)
         try:
             channel.watch(self._steps.fileno())
             names = setup.options.connectors.split(",")
             with Endpoint(setup.facts.name, self._cache.memory, names, [setup.shard]) as endpoint:
                 endpoint.register()
-                if setup.is_producer:
+                if channel.address:
                     self.address = RankAddress(channel.address, setup.facts.incarnation)
                 loop = _Loop(self, channel, endpoint)
                 self._is_up.set()

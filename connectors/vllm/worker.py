@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 
@@ -28,6 +29,8 @@ class Worker:
         self._describe = describe
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._service: Service | None = None
+        self._bound = ""
+        """Where the scheduler has told everybody that we are; it is told once."""
         self._unserved: list[Step] = []
         self._block_size = 1
         """The scheduler's, once known."""
@@ -40,10 +43,13 @@ class Worker:
         """Raises UsageError for tensors, or options, that will not do; ConnectorError."""
         self._stop()
         cache, setup = self._describe(kv_caches)
+        if setup.listen is not None and self._bound:
+            setup = dataclasses.replace(setup, listen=self._bound)
         service = Service(setup, cache)
         service.start()
         self._block_size = cache.block_size * cache.ratio
         self._kv_caches, self._service = dict(kv_caches), service
+        self._bound = service.address.address.partition("#")[0] if service.address else ""
         spec = cache.memory.geometry.specs[0]
         logger.info(
             "%s: %d blocks of %d tokens in %d layers, %s, pages of %s, for %s",

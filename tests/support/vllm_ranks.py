@@ -69,16 +69,15 @@ class Rank:
             block_size=self.cache.block_size,
             layers=[list(group.names) for group in self.cache.groups],
         )
-        setup = Setup(
-            options=Options.resolve({"connectors": "loopback", **options}, {}),
+        resolved = Options.resolve({"connectors": "loopback", **options}, {})
+        self.setup = Setup(
+            options=resolved,
             facts=self.facts,
-            port_offset=0,
+            listen=resolved.address(0),
             shard=HeadShard(held.start, heads),
-            is_producer=True,
-            is_consumer=True,
             shares=lambda producers: shares_of(rank, ranks, producers, heads),
         )
-        self.service = Service(setup, self.cache)
+        self.service = Service(self.setup, self.cache)
 
     @property
     def address(self) -> RankAddress:

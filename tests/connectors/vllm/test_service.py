@@ -218,6 +218,24 @@ def test_without_a_service_loads_fail_and_offers_end():
     worker.release()
 
 
+def test_a_cache_that_slept_is_served_at_the_same_address():
+    producer, consumer = Rank("P"), Rank("D")
+    producer.fill()
+    worker = Worker(lambda tensors: (producer.cache, producer.setup))
+    worker.register({"a": producer.tensors[0]})
+    address = worker.address
+    assert address is not None
+    with running(consumer):
+        for lease_id in ("before", "after"):
+            worker.tell(Step(offers=[Offer("p", lease_id, 9, ([1],))]))
+            claim([consumer], Source("P", "p", lease_id, (address,)))
+            load([consumer], [4], 0, 9)
+            assert not consumer.loaded().failed
+            worker.release()
+            worker.restore()
+    worker.shut_down()
+
+
 def test_a_request_that_ends_before_it_has_blocks_frees_the_producers(pair):
     producer, consumer = pair
     offer([producer], [1], 9)
