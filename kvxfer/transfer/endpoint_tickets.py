@@ -35,11 +35,17 @@ class Ticket:
         self.lane = lane
         self.num_bytes = plan.total_bytes
         self.uses = uses
+        self._plan = plan
         self._poll = poll
         self.done = False
         """As of the last poll. Then, without an error, every byte is visible at its destination."""
         self.error: str | None = None
         """Why the bytes must not be used, or None."""
+
+    @property
+    def num_descriptors(self) -> int:
+        """Runs of bytes, contiguous on both sides; not counted until it is asked for."""
+        return self._plan.num_runs
 
     def wait(self, timeout_s: float) -> None:
         """Poll the endpoint until it is done. Raises ConnectorError where it failed,

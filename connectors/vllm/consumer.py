@@ -1,0 +1,310 @@
+"""A consumer's rank: from claims to KV that may be decoded from. Service thread only.
+
+| part     | of a request's KV: what one of the producer's ranks has | leaves by |
+| ---      | ---                                     | ---                                      |
+| NEW      | the link is not READY                   | it is: Claim is sent → CLAIMED           |
+| CLAIMED  | Claim is out                            | Ready → HELD                             |
+| HELD     | it may be read, and waits for blocks    | load → READING, or TAKEN: nothing to read |
+| READING  | tickets of ours are under way           | all done: Taken is sent → TAKEN          |
+| TAKEN    | all is read, but not known to be valid  | Confirmed → DONE                         |
+| DONE     | what was read is valid                  | |
+| FAILED   | it must not be used                     | |
+
+From each but READING any failure leads to FAILED at once; from READING when the last ticket is
+done, since until then somebody writes. NEW, CLAIMED and TAKEN have `claim_timeout_s`, HELD and
+READING none: vLLM's queue, and a transfer, may take their time while the producer lives.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from connectors.vllm.handover import Claim, Load
+from connectors.vllm.layout import LayerGroup
+from connectors.vllm.links import Link, Links, LinkState
+from connectors.vllm.messages import Abort, Confirmed, Failed, Message, Ready, Taken
+from connectors.vllm.messages import Claim as ClaimMessage
+from connectors.vllm.ranks import Share
+from connectors.vllm.reading import reading_of
+from connectors.vllm.stats import Stats
+from kvxfer.errors import KvxferError, PlanError
+from kvxfer.transfer.endpoint import Endpoint, Ticket
+
+logger = logging.getLogger(__name__)
+
+
+class PartState(enum.Enum):
+    NEW = enum.auto()
+    CLAIMED = enum.auto()
+    HELD = enum.auto()
+    READING = enum.auto()
+    TAKEN = enum.auto()
+    DONE = enum.auto()
+    FAILED = enum.auto()
+
+
+_ENDED = (PartState.DONE, PartState.FAILED)
+_TIMED = (PartState.NEW, PartState.CLAIMED, PartState.TAKEN)
+
+
+@dataclass(slots=True)
+class Part:
+    share: Share
+    incarnation: str
+    link: Link | None = None
+    state: PartState = PartState.NEW
+    since_s: float = field(default_factory=time.monotonic)
+    ready: Ready | None = None
+    tickets: list[Ticket] = field(default_factory=list)
+    started_s: float = 0.0
+
+    def become(self, state: PartState) -> None:
+        self.state, self.since_s = state, time.monotonic()
+
+
+@dataclass(slots=True)
+class Request:
+    """One of ours whose KV is elsewhere."""
+
+    claim: Claim
+    parts: list[Part]
+    load: Load | None = None
+    """Once vLLM waits for it."""
+    error: str = ""
+    """Why its KV must not be used."""
+    is_dropped: bool = False
+    """vLLM will not ask for a load."""
+
+    @property
+    def has_ended(self) -> bool:
+        return all(part.state in _ENDED for part in self.parts)
+
+
+class Consumer:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        groups: Sequence[LayerGroup],
+        shares: Callable[[int], list[Share]],
+        blocks: Callable[[list[int]], list[int]],
+        stats: Stats,
+        timeout_s: float,
+        block_size: int,
+        whole_blocks: bool,
+    ) -> None:
+        """`shares`: of a producer of so many ranks. `blocks`: the endpoint's blocks of the
+        scheduler's; `block_size` is theirs. `whole_blocks`: no part of one can move by itself."""
+        self._endpoint = endpoint
+        self._groups = groups
+        self._shares = shares
+        self._blocks = blocks
+        self._stats = stats
+        self._timeout_s = timeout_s
+        self._block_size = block_size
+        self._whole_blocks = whole_blocks
+        self._requests: dict[str, Request] = {}
+        self.links: Links | None = None
+        """Set by the owner, whom it tells `on_ready` and `on_gone` of."""
+        self.ended: list[Request] = []
+        """Loads that ended since the owner looked."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether tickets are under way."""
+        return any(p.tickets for request in self._requests.values() for p in request.parts)
+
+    # ---- what the scheduler decides
+
+    def claim(self, claim: Claim) -> None:
+        try:
+            ranks = claim.source.ranks
+            shares = self._shares(len(ranks))
+            parts = [Part(share, ranks[share.rank].incarnation) for share in shares]
+            request = Request(claim, parts)
+            self._requests[claim.request_id] = request
+            for part in parts:
+                part.link = self._links.dial(ranks[part.share.rank].address)
+                if part.link.state is LinkState.READY:
+                    self._send_claim(request, part)
+        except KvxferError as error:
+            self._requests.setdefault(claim.request_id, Request(claim, []))
+            self._fail(self._requests[claim.request_id], str(error))
+
+    def load(self, load: Load) -> None:
+        request = self._requests.get(load.request_id)
+        if request is None:
+            logger.error("request %s: to be loaded, and was never claimed", load.request_id)
+            return
+        request.load = load
+        for part in request.parts:
+            if part.state is PartState.HELD and not request.error:
+                self._read(request, part)
+        self._settle(request)
+
+    def drop(self, request_id: str) -> None:
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.is_dropped = True
+            self._fail(request, "the request has ended")
+
+    # ---- what producers say
+
+    def on_ready(self, link: Link) -> None:
+        for request, part in self._parts_of(link):
+            if part.state is PartState.NEW:
+                self._send_claim(request, part)
+
+    def on_gone(self, link: Link, reason: str) -> None:
+        for request, part in self._parts_of(link):
+            if part.state not in _ENDED:
+                part.link = None
+                self._fail(request, f"producer {link.name}: {reason}")
+
+    def hear(self, link: Link, message: Message) -> None:
+        if not isinstance(message, Ready | Confirmed | Failed):
+            self._links.lose(link, f"it said {type(message).__name__}, a consumer's word")
+            return
+        for request, part in self._parts_of(link):
+            if request.claim.source.lease_id != message.lease_id:
+                continue
+            if isinstance(message, Failed):
+                if part.state is not PartState.READING:
+                    part.become(PartState.FAILED)
+                self._fail(request, f"producer {link.name}: {message.reason}")
+            elif isinstance(message, Ready) and part.state is PartState.CLAIMED:
+                part.ready = message
+                part.become(PartState.HELD)
+                if request.load is not None:
+                    self._read(request, part)
+            elif isinstance(message, Confirmed) and part.state is PartState.TAKEN:
+                part.become(PartState.DONE)
+            self._settle(request)
+
+    # ---- time
+
+    def poll(self) -> None:
+        """Look at our tickets; the endpoint was polled just now."""
+        for request in list(self._requests.values()):
+            for part in request.parts:
+                if part.tickets and all(ticket.done for ticket in part.tickets):
+                    self._on_read(request, part)
+
+    def tick(self, now_s: float) -> None:
+        for request in list(self._requests.values()):
+            for part in request.parts:
+                if part.state in _TIMED and now_s - part.since_s > self._timeout_s:
+                    where = part.link.name if part.link else "the producer"
+                    self._fail(request, f"{where} has not answered in {self._timeout_s:g} s")
+
+    def close(self, reason: str) -> None:
+        for request in list(self._requests.values()):
+            self._fail(request, reason)
+
+    # ---- parts
+
+    @property
+    def _links(self) -> Links:
+        assert self.links is not None
+        return self.links
+
+    def _parts_of(self, link: Link) -> list[tuple[Request, Part]]:
+        return [
+            (request, part)
+            for request in self._requests.values()
+            for part in request.parts
+            if part.link is link
+        ]
+
+    def _send_claim(self, request: Request, part: Part) -> None:
+        assert part.link is not None and part.link.facts is not None
+        if part.link.facts.incarnation != part.incarnation:
+            part.become(PartState.FAILED)
+            self._fail(request, f"producer {part.link.name} has started anew since")
+            return
+        part.become(PartState.CLAIMED)
+        lease_id = request.claim.source.lease_id
+        self._links.send(part.link, ClaimMessage(lease_id, part.share.num_readers))
+
+    def _read(self, request: Request, part: Part) -> None:
+        """Start the transfers of a part that is HELD."""
+        part.started_s = time.monotonic()
+        part.become(PartState.READING)
+        try:
+            if part.share.heads:
+                self._pull(request, part)
+        except KvxferError as error:
+            self._fail(request, str(error))
+        if not part.tickets:
+            self._on_read(request, part)
+
+    def _pull(self, request: Request, part: Part) -> None:
+        load, ready, link = request.load, part.ready, part.link
+        assert load is not None and ready is not None and link is not None and link.facts
+        if ready.num_tokens < load.end or len(ready.blocks) != len(load.blocks):
+            text = f"{len(ready.blocks)} groups of {ready.num_tokens} tokens"
+            raise PlanError(f"producer {link.name} has {text}, {load.end} are wanted")
+        sizes = link.facts.block_size, self._block_size
+        end = -(-load.end // sizes[1]) * sizes[1] if self._whole_blocks else load.end
+        for group, theirs, ours in zip(self._groups, ready.blocks, load.blocks, strict=True):
+            tokens = range(load.start, end)
+            reading = reading_of(theirs, self._blocks(ours), sizes, tokens, group.window)
+            if reading is not None:
+                ticket = self._endpoint.pull(
+                    link.facts.name,
+                    reading.src_blocks,
+                    reading.dst_blocks,
+                    reading.tokens,
+                    range(len(group.names)),
+                    heads=part.share.heads,
+                    lane=link.lane,
+                )
+                part.tickets.append(ticket)
+
+    def _on_read(self, request: Request, part: Part) -> None:
+        """Nothing of ours is under way in this part any more."""
+        tickets, part.tickets = part.tickets, []
+        for ticket in tickets:
+            self._stats.ended(ticket, time.monotonic() - part.started_s)
+            if ticket.error is not None:
+                request.error = request.error or f"transfer by {ticket.lane}: {ticket.error}"
+        if request.error:
+            self._fail(request, request.error)
+        elif part.link is not None:
+            part.become(PartState.TAKEN)
+            self._links.send(part.link, Taken(request.claim.source.lease_id))
+
+    def _fail(self, request: Request, reason: str) -> None:
+        """No part of it will be used: end those that nobody writes for."""
+        if not request.error:
+            request.error = reason
+        for part in request.parts:
+            if part.state in _ENDED or part.tickets:
+                continue
+            state, link = part.state, part.link
+            part.become(PartState.FAILED)
+            if link is None:
+                continue
+            lease_id = request.claim.source.lease_id
+            if state is PartState.NEW and link.state is LinkState.READY:
+                self._links.send(link, ClaimMessage(lease_id, part.share.num_readers))
+            if link.state is LinkState.READY:
+                self._links.send(link, Abort(lease_id, reason[:256]))
+        self._settle(request)
+
+    def _settle(self, request: Request) -> None:
+        """Forget what has ended; the owner is told of each load, once."""
+        request_id = request.claim.request_id
+        if self._requests.get(request_id) is not request or not request.has_ended:
+            return
+        if request.load is not None:
+            del self._requests[request_id]
+            self.ended.append(request)
+        elif request.is_dropped:
+            del self._requests[request_id]
