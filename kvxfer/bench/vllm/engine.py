@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -35,6 +36,7 @@ CHILD, DIGESTS = "kvxfer.bench.vllm.child", "kvxfer.bench.vllm.digests.KvDigests
 SHUTDOWN_TIMEOUT_S = 5
 END_TIMEOUT_S = 20.0
 KILLED_TIMEOUT_S = 30.0
+LOWEST_PORT = 20000
 MAX_NUM_SEQS = 16
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc, /reset_prefix_cache
@@ -164,9 +166,15 @@ class Engine:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Nobody listens on it, and none of the kernel's own choices, which come and go: an engine
+    binds it a minute later. Raises DeadlineExceeded."""
+    low, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    for _ in range(100):
+        port = random.randrange(LOWEST_PORT, max(int(low), LOWEST_PORT + 1000))
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise DeadlineExceeded("found no free port")
 
 
 def wait_ready(engines: Sequence[Engine], timeout_s: float, on_ready: Ready = lambda: None) -> None:
