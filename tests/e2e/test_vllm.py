@@ -33,7 +33,10 @@ START_TIMEOUT_S = 600.0
 LEASE_S = 20
 """That a producer keeps blocks nobody asks for."""
 ENVIRONMENT = {"UCX_TLS": "tcp", "UCX_TCP_USER_TIMEOUT": "5s"}
-EXTRA = {"kvxfer": {"lease_timeout_s": LEASE_S}, "nixl": {"kv_lease_duration": LEASE_S}}
+EXTRA = {
+    "kvxfer": {"lease_timeout_s": LEASE_S, "peer_timeout_s": 10},
+    "nixl": {"kv_lease_duration": LEASE_S},
+}
 
 
 def connector_under_test(config: pytest.Config) -> VllmConnector:
