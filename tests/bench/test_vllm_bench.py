@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.commands import KVXFER
+from support.running import wait_until
 
 from kvxfer.bench.vllm.client import Answer, EngineClient, EngineError
 from kvxfer.bench.vllm.connectors import CONNECTORS
@@ -176,6 +179,26 @@ def test_an_engine_that_ends_at_its_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(WorkerDied, match=why), running([engine], 60.0):
         pass
     assert engine.process is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda one: one.name)
+def test_the_engine_ends_with_the_bench(tmp_path: Path, number: signal.Signals) -> None:
+    """Here an engine that never gets ready."""
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho $$ > "$0.pid"\nexec sleep 100\n')
+    program.chmod(0o755)
+    command = [*KVXFER, "bench", "vllm", "--vllm-python", str(program)]
+    bench = subprocess.Popen([*command, "--log-dir", str(tmp_path)], stderr=subprocess.DEVNULL)
+    try:
+        pid = tmp_path / "python.pid"
+        wait_until(lambda: pid.exists() and pid.read_text() != "", 60.0, "an engine starts")
+        bench.send_signal(number)
+        assert bench.wait(20) != 0
+        session = int(pid.read_text())
+        wait_until(lambda: members(session) == [], 10.0, "it ends")
+    finally:
+        bench.kill()
+        bench.wait(10)
 
 
 FAMILY = """

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -148,13 +148,17 @@ class Engine:
         if self.process is not None:
             signal_session(self.process.pid, number)
 
+    def terminate(self) -> None:
+        """SIGTERM to the server; returns at once. `stop` waits."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+
     def stop(self) -> bool:
         """SIGTERM to the server, then, to what is left, SIGKILL. Idempotent. Returns whether
         nothing was left to kill."""
         if self.process is None:
             return True
-        if self.process.poll() is None:
-            self.process.terminate()
+        self.terminate()
         deadline_s = time.monotonic() + END_TIMEOUT_S
         while members(self.process.pid) and time.monotonic() < deadline_s:
             self.process.poll()
@@ -196,10 +200,18 @@ def wait_ready(engines: Sequence[Engine], timeout_s: float, on_ready: Ready = la
 def running(
     engines: Sequence[Engine], timeout_s: float, on_ready: Ready = lambda: None
 ) -> Iterator[None]:
-    """Ready inside the context, ended after it, whatever happened."""
-    with ExitStack() as undo:
+    """Ready inside the context, ended after it: at once where something went wrong."""
+    try:
         for engine in engines:
-            undo.callback(engine.stop)
             engine.start()
         wait_ready(engines, timeout_s, on_ready)
         yield
+    except BaseException:
+        for engine in engines:
+            engine.kill()
+        raise
+    finally:
+        for engine in engines:
+            engine.terminate()
+        for engine in engines:
+            engine.stop()
