@@ -127,7 +127,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif body.get("stream"):
             events = [{"choices": [{"token_ids": [one]}]} for one in (7, 8)]
             lines = [f"data: {json.dumps(one)}\n\n" for one in events]
-            self._send(200, "".join(lines) + "data: [DONE]\n\n")
+            end = "" if body["prompt"] == [14] else "data: [DONE]\n\n"
+            self._send(200, "".join(lines) + end)
         else:
             self._send(200, {"kv_transfer_params": {"do_remote_prefill": True, "x": [[1]]}})
 
@@ -164,6 +165,8 @@ def test_the_two_steps_of_a_request(server: ThreadingHTTPServer) -> None:
     assert first_id == second_id and second["max_tokens"] == 2
     with pytest.raises(EngineError, match=r"400.*no such luck"):
         client.prefill([13], "id")
+    with pytest.raises(EngineError, match="broke off"):
+        client.complete([14], 2)
 
 
 def test_an_engine_that_is_not_there_is_an_error() -> None:

@@ -167,9 +167,12 @@ def _completion(
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Of a stream of server-sent events, up to its end mark."""
+    """Of a stream of server-sent events. Raises ValueError for one that breaks off before its end
+    mark: http.client takes that for its end."""
     for line in response:
         data = line.removeprefix(b"data:").strip()
-        if not line.startswith(b"data:") or data == b"[DONE]":
-            continue
-        yield json.loads(data)
+        if data == b"[DONE]":
+            return
+        if line.startswith(b"data:"):
+            yield json.loads(data)
+    raise ValueError("the answer broke off")
