@@ -44,8 +44,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["KvxferConnector"]
-
 
 def __getattr__(name: str) -> Any:
     """vLLM is imported when its connector is asked for, not before."""

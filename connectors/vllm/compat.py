@@ -8,6 +8,7 @@ its public sources show of the connector's interface:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -58,6 +59,16 @@ def check_config(config: Any) -> None:
         raise UsageError("kv_buffer_device", transfer.kv_buffer_device, reason)
 
 
+def log_as_vllm_does() -> None:
+    """vLLM sets up its own loggers alone: ours are to be seen beside them."""
+    own = logging.getLogger("vllm")
+    for name in ("connectors", "kvxfer"):
+        logger = logging.getLogger(name)
+        if own.handlers and not logger.handlers:
+            logger.handlers, logger.propagate = list(own.handlers), False
+            logger.setLevel(own.level)
+
+
 def tensor_parallel_rank() -> int:
     return int(get_tensor_model_parallel_rank())
 
@@ -99,7 +110,7 @@ def _group(group: Any) -> LayerGroup:
 def _of_spec(spec: Any, names: tuple[str, ...]) -> LayerGroup:
     kind = type(spec).__name__
     if isinstance(spec, MambaSpec):
-        reason = f"{names[0]} keeps state that is not KV blocks: KvxferConnector hands over attention only"
+        reason = f"{names[0]} keeps state that is not KV blocks, which are all that is handed over"
         raise UsageError("model", kind, reason)
     if kind not in ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec"):
         raise UsageError("model", kind, f"what the blocks of {names[0]} hold is not known")

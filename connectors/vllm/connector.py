@@ -57,6 +57,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Raises UsageError for options, a version of vLLM, or a model that will not do."""
         compat.check_version()
+        compat.log_as_vllm_does()
         super().__init__(vllm_config, role, kv_cache_config)
         compat.check_config(vllm_config)
         transfer = vllm_config.kv_transfer_config
@@ -69,14 +70,14 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = Scheduler(
                 transfer.engine_id,
                 kv_cache_config.transfer_group_ids,
+                [(group.window, group.block_size) for group in groups if group.window],
                 is_producer=transfer.is_kv_producer,
                 is_consumer=transfer.is_kv_consumer,
             )
             return
-        keys = options.keys()  # a fault in them is told before the memory is taken
+        options.keys()  # a fault in them is told before memory is taken
         if transfer.is_kv_producer:
             options.address(0)
-        del keys
         self._worker = Worker(partial(_describe, vllm_config, options, groups))
 
     # ---- worker

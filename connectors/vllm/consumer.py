@@ -107,6 +107,9 @@ class Consumer:
         self._block_size = block_size
         self._whole_blocks = whole_blocks
         self._requests: dict[str, Request] = {}
+        self._unwanted: dict[str, list[tuple[str, int]]] = {}
+        """By the key of a link that is not READY: leases, and how many read each, that are to be
+        let go as soon as it is."""
         self.links: Links | None = None
         """Set by the owner, whom it tells `on_ready` and `on_gone` of."""
         self.ended: list[Request] = []
@@ -157,11 +160,14 @@ class Consumer:
     # ---- what producers say
 
     def on_ready(self, link: Link) -> None:
+        for lease_id, num_readers in self._unwanted.pop(link.key, []):
+            self._let_go(link, lease_id, num_readers)
         for request, part in self._parts_of(link):
             if part.state is PartState.NEW:
                 self._send_claim(request, part)
 
     def on_gone(self, link: Link, reason: str) -> None:
+        self._unwanted.pop(link.key, None)
         for request, part in self._parts_of(link):
             if part.state not in _ENDED:
                 part.link = None
@@ -292,11 +298,19 @@ class Consumer:
             if link is None:
                 continue
             lease_id = request.claim.source.lease_id
-            if state is PartState.NEW and link.state is LinkState.READY:
-                self._links.send(link, ClaimMessage(lease_id, part.share.num_readers))
-            if link.state is LinkState.READY:
-                self._links.send(link, Abort(lease_id, reason[:256]))
+            if state is not PartState.NEW:
+                self._links.send(link, Abort(lease_id))
+            elif link.state is LinkState.READY:
+                self._let_go(link, lease_id, part.share.num_readers)
+            else:
+                unwanted = self._unwanted.setdefault(link.key, [])
+                unwanted.append((lease_id, part.share.num_readers))
         self._settle(request)
+
+    def _let_go(self, link: Link, lease_id: str, num_readers: int) -> None:
+        """Of what was not claimed yet."""
+        self._links.send(link, ClaimMessage(lease_id, num_readers))
+        self._links.send(link, Abort(lease_id))
 
     def _settle(self, request: Request) -> None:
         """Forget what has ended; the owner is told of each load, once."""

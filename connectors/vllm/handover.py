@@ -54,8 +54,10 @@ class Source:
     @classmethod
     def parse(cls, params: Mapping[str, Any]) -> Source:
         """Raises UsageError for what no producer of ours has answered."""
-        names = ("remote_engine_id", "remote_request_id", "remote_lease_id")
-        texts = [_text(f"kv_transfer_params.{name}", params.get(name)) for name in names]
+        texts = {
+            name: _text(f"kv_transfer_params.remote_{name}", params.get(f"remote_{name}"))
+            for name in ("engine_id", "request_id", "lease_id")
+        }
         ranks = params.get("remote_ranks")
         field_name = "kv_transfer_params.remote_ranks"
         if not isinstance(ranks, Sequence) or not 1 <= len(ranks) <= MAX_RANKS:
@@ -65,7 +67,15 @@ class Source:
             if not isinstance(rank, Sequence) or isinstance(rank, str) or len(rank) != 2:
                 raise UsageError(field_name, rank, "is no [address, incarnation]")
             found.append(RankAddress(_text(field_name, rank[0]), _text(field_name, rank[1])))
-        return cls(*texts, tuple(found))
+        return cls(**texts, ranks=tuple(found))
+
+
+def num_tokens_of(params: Mapping[str, Any]) -> int:
+    """Tokens whose KV waits, by a producer's answer. Raises UsageError."""
+    count = params.get("remote_num_tokens")
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise UsageError("kv_transfer_params.remote_num_tokens", count, "is no number of tokens")
+    return count
 
 
 @dataclass(frozen=True, slots=True)

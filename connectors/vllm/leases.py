@@ -39,10 +39,12 @@ class Lease:
         return all_came and not self.readers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Early:
     num_readers: int
     deadline_s: float
+    is_done: bool = False
+    """It was given up before there was anything to read."""
 
 
 class Leases:
@@ -67,12 +69,19 @@ class Leases:
     def offer(self, offer: Offer, now_s: float) -> list[str]:
         """Keep it; returns the peers that have claimed it already."""
         self._leases[offer.lease_id] = Lease(offer, now_s + self._timeout_s)
-        early = [key for key in self._early if key[1] == offer.lease_id]
-        found = [(key[0], self._early.pop(key).num_readers) for key in early]
-        return [peer for peer, count in found if self.claim(peer, offer.lease_id, count, now_s)]
+        ready = []
+        for peer, lease_id in [key for key in self._early if key[1] == offer.lease_id]:
+            early = self._early.pop((peer, lease_id))
+            if self.claim(peer, lease_id, early.num_readers, now_s) is None:
+                continue
+            if early.is_done:
+                self.done(peer, lease_id)
+            else:
+                ready.append(peer)
+        return ready
 
     def claim(self, peer: str, lease_id: str, num_readers: int, now_s: float) -> Offer | None:
-        """What `peer` may read now; None: nothing yet, as far as `is_unknown` says no more."""
+        """What `peer` may read now; None: nothing yet, or never, as `waits` says."""
         lease = self._leases.get(lease_id)
         if lease is None:
             if len(self._early) < MAX_EARLY:
@@ -92,7 +101,8 @@ class Leases:
 
     def done(self, peer: str, lease_id: str) -> bool:
         """`peer` reads nothing of it any more; whether its right to was unbroken until now."""
-        if self._early.pop((peer, lease_id), None) is not None:
+        if (early := self._early.get((peer, lease_id))) is not None:
+            early.is_done = True
             return False
         lease = self._leases.get(lease_id)
         if lease is None or peer not in lease.readers:
@@ -123,10 +133,10 @@ class Leases:
                 lease.is_closed = True
                 self.num_expired += waits
                 self._settle(lease)
-        late = [key for key, early in self._early.items() if now_s > early.deadline_s]
+        late = {key: early for key, early in self._early.items() if now_s > early.deadline_s}
         for key in late:
             del self._early[key]
-        return late
+        return [key for key, early in late.items() if not early.is_done]
 
     def break_all(self) -> None:
         """The memory goes: no lease holds any more, and no Taken is confirmed."""

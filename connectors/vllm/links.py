@@ -1,11 +1,14 @@
 """A consumer's rank towards the producers that it dials. Service thread only.
 
-| link     | meaning                        | leaves by                    | deadline |
-| ---      | ---                            | ---                          | ---      |
-| DIALLING | nobody answers there yet       | a connection: Hello → GREETED | `claim_timeout_s` → GONE |
-| GREETED  | Hello is out                   | Welcome → READY; Reject → GONE | the same |
-| READY    | the endpoint knows its memory  | Goodbye, silence → GONE      | `peer_timeout_s` of silence |
-| GONE     | what waited for it has failed  | the next claim dials again   | |
+| link     | meaning                       | leaves by               | deadline |
+| ---      | ---                           | ---                     | ---      |
+| DIALLING | nobody answers there yet      | connected: Hello        | `claim_timeout_s` |
+|          |                               | → GREETED               | → GONE |
+| GREETED  | Hello is out                  | Welcome → READY;        | the same |
+|          |                               | Reject → GONE           | |
+| READY    | the endpoint knows its memory | Goodbye → GONE          | `peer_timeout_s` of |
+|          |                               |                         | silence → GONE |
+| GONE     | what waited for it has failed | the next claim dials anew | |
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 | direction           | message             | about |
 | ---                 | ---                 | --- |
 | consumer → producer | Hello               | who we are |
-| producer → consumer | Welcome, Reject     | the same, and how to reach its KV; why KV may not flow |
+| producer → consumer | Welcome, Reject     | how to reach its KV; why that may not flow |
 | both                | Heartbeat, Goodbye  | still there; leaving |
 | consumer → producer | Claim               | the KV of a request: hold it for us |
 | producer → consumer | Ready               | where it is |
@@ -104,7 +104,6 @@ class Taken(_Message, frozen=True):
 
 class Abort(_Message, frozen=True):
     lease_id: Name
-    reason: str
 
 
 class Confirmed(_Message, frozen=True):

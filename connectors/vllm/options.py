@@ -60,8 +60,8 @@ class Options:
         return Keys.load(_path(self.key_file), _path(self.peer_keys))
 
     def address(self, offset: int) -> str:
-        """Where the rank of this `offset` listens. Raises UsageError for what is no such address, as without keys any
-        but loopback is none."""
+        """Where the rank of this `offset` listens. Raises UsageError for what is no such address,
+        as without keys any but loopback is none."""
         has_keys = bool(self.key_file)
         check_address("listen", self.listen, has_keys=has_keys, binds=True)
         if self.listen.startswith(IPC):

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from connectors.vllm.handover import Claim, Load, Offer, RankAddress, Source, Step
+from connectors.vllm.handover import Claim, Load, Offer, RankAddress, Source, Step, num_tokens_of
 from kvxfer.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -23,11 +23,19 @@ class Scheduler:
     """One thread: vLLM's scheduler's."""
 
     def __init__(
-        self, engine_id: str, groups: Sequence[int], *, is_producer: bool, is_consumer: bool
+        self,
+        engine_id: str,
+        groups: Sequence[int],
+        windows: Sequence[tuple[int, int]] = (),
+        *,
+        is_producer: bool,
+        is_consumer: bool,
     ) -> None:
-        """`groups`: which of vLLM's groups are handed over."""
+        """`groups`: which of vLLM's groups are handed over. `windows`: of those with one, its
+        tokens and those of a block."""
         self._engine_id = engine_id
         self._groups = tuple(groups)
+        self._windows = tuple(windows)
         self._is_producer = is_producer
         self._is_consumer = is_consumer
         self._ranks: tuple[RankAddress, ...] = ()
@@ -40,24 +48,28 @@ class Scheduler:
         """Where this engine's workers are dialled, by rank."""
         self._ranks = tuple(ranks[rank] for rank in sorted(ranks))
 
+    def on_new_request(self, request: Any) -> None:
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_decode") and self._is_producer:
+            self._shorten(request)
+        if params.get("do_remote_prefill"):
+            self._claim(request, params)
+
     # ---- consumer
 
-    def on_new_request(self, request: Any) -> None:
-        params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill"):
-            return
+    def _claim(self, request: Any, params: Mapping[str, Any]) -> None:
+        request_id = request.request_id
         if not self._is_consumer:
-            logger.warning(
-                "request %s: do_remote_prefill, and this is no consumer", request.request_id
-            )
+            logger.warning("request %s: do_remote_prefill, and this is no consumer", request_id)
             return
         try:
             source = Source.parse(params)
+            count = num_tokens_of(params)
         except UsageError as error:
-            logger.warning("request %s is prefilled here: %s", request.request_id, error)
+            logger.warning("request %s is prefilled here: %s", request_id, error)
             return
-        self._claimed[request.request_id] = request.num_prompt_tokens
-        self._step.claims.append(Claim(request.request_id, source))
+        self._claimed[request_id] = min(request.num_prompt_tokens, count)
+        self._step.claims.append(Claim(request_id, source))
 
     def num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens that can be loaded beyond those computed, and whether that is asynchronous."""
@@ -83,6 +95,21 @@ class Scheduler:
         self._loading -= request_ids
 
     # ---- producer
+
+    def _shorten(self, request: Any) -> None:
+        """Leave a prompt's last token to the consumer where vLLM would else, at the request's end,
+        free a block that this token sees the last of: after n tokens it keeps what the next one
+        sees, positions n + 1 - window and up, and the consumer computes the one before that."""
+        num_tokens = request.num_prompt_tokens
+        is_cut = any(
+            num_tokens > window and (num_tokens + 1 - window) % size == 0
+            for window, size in self._windows
+        )
+        if not is_cut or num_tokens < 2 or request.prompt_token_ids is None:
+            return
+        del request.prompt_token_ids[-1:]
+        del request._all_token_ids[-1:]
+        request.num_prompt_tokens -= 1
 
     def request_finished(
         self, request: Any, block_ids: Sequence[list[int]]

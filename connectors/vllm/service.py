@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 from connectors.vllm.consumer import Consumer, Request
 from connectors.vllm.handover import RankAddress, Step
@@ -205,14 +204,14 @@ class _Loop:
             self._consumer.hear(link, message)
 
     def _take_in(self, step: Step) -> None:
-        for handle, items in (
-            (self._producer.offer, step.offers),
-            (self._consumer.claim, step.claims),
-            (self._consumer.load, step.loads),
-            (self._consumer.drop, step.drops),
-        ):
-            for item in items:
-                partial(handle, item)()  # type: ignore[operator]
+        for offer in step.offers:
+            self._producer.offer(offer)
+        for claim in step.claims:
+            self._consumer.claim(claim)
+        for load in step.loads:
+            self._consumer.load(load)
+        for request_id in step.drops:
+            self._consumer.drop(request_id)
 
     def _tick(self, now_s: float) -> None:
         is_beat = now_s >= self._next_beat_s
