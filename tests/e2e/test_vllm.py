@@ -136,8 +136,13 @@ def test_tokens_and_kv_are_those_of_one_engine(pair: Pair, length: int) -> None:
     assert answer.tokens == pair.alone(prompt)
 
 
-def test_many_at_once(pair: Pair) -> None:
-    prompts = [pair.prompts.next(length) for length in (40, 700, 90, 300, 5, 260)]
+@pytest.mark.parametrize(
+    "lengths",
+    [(40, 700, 90, 300, 5, 260), (1900,) * 6],
+    ids=["mixed lengths", "more than a cache holds"],
+)
+def test_many_at_once(pair: Pair, lengths: Sequence[int]) -> None:
+    prompts = [pair.prompts.next(length) for length in lengths]
     right = [pair.alone(prompt) for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = pool.map(lambda prompt: hand_over(*pair.ends, prompt, NUM_NEW)[0], prompts)
@@ -178,6 +183,24 @@ def test_client_goes_away_at_the_consumer(pair: Pair, pause_s: float) -> None:
 def test_client_goes_away_between_the_steps(pair: Pair) -> None:
     pair.ends[0].prefill(pair.prompts.next(600), "between")
     assert pair.usage()[0] > 0, "blocks are not kept for a consumer"
+
+
+def test_consumer_refuses_the_request(pair: Pair) -> None:
+    """Its engine never hears of it; the producer keeps nothing for it."""
+    prompt = pair.prompts.next(600)
+    params, _ = pair.ends[0].prefill(prompt, "refused")
+    with pytest.raises(EngineError, match="400"):
+        pair.ends[1].complete(prompt, 100_000, params, "refused")
+
+
+def test_what_the_producer_told_is_used_twice(pair: Pair) -> None:
+    """As by a proxy that tries again: the KV is gone, the answer is right."""
+    prompt = pair.prompts.next(600)
+    right = pair.alone(prompt)
+    params, _ = pair.ends[0].prefill(prompt, "twice")
+    for turn in ("first", "second"):
+        assert pair.ends[1].complete(prompt, NUM_NEW, params, f"twice-{turn}").tokens == right
+        pair.ends[1].reset_prefix_cache()
 
 
 def ask_stopped(pair: Pair, prompt: Sequence[int], aside: ThreadPoolExecutor) -> Future[Answer]:
