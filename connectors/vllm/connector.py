@@ -131,13 +131,17 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
     def unregister_kv_caches(self) -> None:
         self._as_worker.release()
 
+    def get_mem_pool_context(self) -> None:
+        """None: vLLM's own allocator. This is where growable memory would come in, had vLLM a block
+        count that grows; see README.md."""
+
     def restore_kv_caches(self) -> None:
         """After it has woken up, at the same addresses."""
         self._as_worker.restore()
 
     def shutdown(self) -> None:
         if self._worker is not None:
-            self._worker.release()
+            self._worker.shut_down()
 
     # ---- scheduler
 

@@ -1,87 +1,27 @@
 """A consumer's rank: from claims to KV that may be decoded from. Service thread only.
 
-| part     | of a request's KV: what one of the producer's ranks has | leaves by |
-| ---      | ---                                     | ---                                      |
-| NEW      | the link is not READY                   | it is: Claim is sent → CLAIMED           |
-| CLAIMED  | Claim is out                            | Ready → HELD                             |
-| HELD     | it may be read, and waits for blocks    | load → READING, or TAKEN: nothing to read |
-| READING  | tickets of ours are under way           | all done: Taken is sent → TAKEN          |
-| TAKEN    | all is read, but not known to be valid  | Confirmed → DONE                         |
-| DONE     | what was read is valid                  | |
-| FAILED   | it must not be used                     | |
-
-From each but READING any failure leads to FAILED at once; from READING when the last ticket is
-done, since until then somebody writes. NEW, CLAIMED and TAKEN have `claim_timeout_s`, HELD and
-READING none: vLLM's queue, and a transfer, may take their time while the producer lives.
+The states of a request's parts are in `parts`.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-from connectors.vllm.handover import Claim, Load
+from connectors.vllm.handover import Claim, Load, Source
 from connectors.vllm.layout import LayerGroup
 from connectors.vllm.links import Link, Links, LinkState
 from connectors.vllm.messages import Abort, Confirmed, Failed, Message, Ready, Taken
 from connectors.vllm.messages import Claim as ClaimMessage
+from connectors.vllm.parts import ENDED, TIMED, Part, PartState, Request
 from connectors.vllm.ranks import Share
 from connectors.vllm.reading import reading_of
 from connectors.vllm.stats import Stats
-from kvxfer.errors import KvxferError, PlanError
-from kvxfer.transfer.endpoint import Endpoint, Ticket
+from kvxfer.errors import KvxferError, PlanError, TransferError
+from kvxfer.transfer.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
-
-
-class PartState(enum.Enum):
-    NEW = enum.auto()
-    CLAIMED = enum.auto()
-    HELD = enum.auto()
-    READING = enum.auto()
-    TAKEN = enum.auto()
-    DONE = enum.auto()
-    FAILED = enum.auto()
-
-
-_ENDED = (PartState.DONE, PartState.FAILED)
-_TIMED = (PartState.NEW, PartState.CLAIMED, PartState.TAKEN)
-
-
-@dataclass(slots=True)
-class Part:
-    share: Share
-    incarnation: str
-    link: Link | None = None
-    state: PartState = PartState.NEW
-    since_s: float = field(default_factory=time.monotonic)
-    ready: Ready | None = None
-    tickets: list[Ticket] = field(default_factory=list)
-    started_s: float = 0.0
-
-    def become(self, state: PartState) -> None:
-        self.state, self.since_s = state, time.monotonic()
-
-
-@dataclass(slots=True)
-class Request:
-    """One of ours whose KV is elsewhere."""
-
-    claim: Claim
-    parts: list[Part]
-    load: Load | None = None
-    """Once vLLM waits for it."""
-    error: str = ""
-    """Why its KV must not be used."""
-    is_dropped: bool = False
-    """vLLM will not ask for a load."""
-
-    @property
-    def has_ended(self) -> bool:
-        return all(part.state in _ENDED for part in self.parts)
 
 
 class Consumer:
@@ -127,6 +67,7 @@ class Consumer:
 
     def claim(self, claim: Claim) -> None:
         try:
+            self._check_once(claim)
             ranks = claim.source.ranks
             shares = self._shares(len(ranks))
             parts = [Part(share, ranks[share.rank].incarnation) for share in shares]
@@ -142,9 +83,10 @@ class Consumer:
 
     def load(self, load: Load) -> None:
         request = self._requests.get(load.request_id)
-        if request is None:
-            logger.error("request %s: to be loaded, and was never claimed", load.request_id)
-            return
+        if request is None:  # its claim came before this service was started
+            nothing = Claim(load.request_id, Source("", "", "", ()))
+            request = Request(nothing, [], error="it was never claimed here")
+            self._requests[load.request_id] = request
         request.load = load
         for part in request.parts:
             if part.state is PartState.HELD and not request.error:
@@ -169,7 +111,7 @@ class Consumer:
     def on_gone(self, link: Link, reason: str) -> None:
         self._unwanted.pop(link.key, None)
         for request, part in self._parts_of(link):
-            if part.state not in _ENDED:
+            if part.state not in ENDED:
                 part.link = None
                 self._fail(request, f"producer {link.name}: {reason}")
 
@@ -205,7 +147,7 @@ class Consumer:
     def tick(self, now_s: float) -> None:
         for request in list(self._requests.values()):
             for part in request.parts:
-                if part.state in _TIMED and now_s - part.since_s > self._timeout_s:
+                if part.state in TIMED and now_s - part.since_s > self._timeout_s:
                     where = part.link.name if part.link else "the producer"
                     self._fail(request, f"{where} has not answered in {self._timeout_s:g} s")
 
@@ -219,6 +161,14 @@ class Consumer:
     def _links(self) -> Links:
         assert self.links is not None
         return self.links
+
+    def _check_once(self, claim: Claim) -> None:
+        """A lease is good once: answers to two claims of it could not be told apart."""
+        lease_id = claim.source.lease_id
+        for request in self._requests.values():
+            if request.claim.source.lease_id == lease_id:
+                other = request.claim.request_id
+                raise TransferError(f"its KV has been claimed for request {other} already")
 
     def _parts_of(self, link: Link) -> list[tuple[Request, Part]]:
         return [
@@ -291,7 +241,7 @@ class Consumer:
         if not request.error:
             request.error = reason
         for part in request.parts:
-            if part.state in _ENDED or part.tickets:
+            if part.state in ENDED or part.tickets:
                 continue
             state, link = part.state, part.link
             part.become(PartState.FAILED)

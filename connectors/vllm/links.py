@@ -6,9 +6,11 @@
 |          |                               | → GREETED               | → GONE |
 | GREETED  | Hello is out                  | Welcome → READY;        | the same |
 |          |                               | Reject → GONE           | |
-| READY    | the endpoint knows its memory | Goodbye → GONE          | `peer_timeout_s` of |
-|          |                               |                         | silence → GONE |
-| GONE     | what waited for it has failed | the next claim dials anew | |
+| READY    | the endpoint knows its memory | Leave → LEAVING;        | `peer_timeout_s` of |
+|          |                               | Unknown → GONE          | silence → GONE |
+| LEAVING  | what waited for it has failed | our tickets with it are | the same |
+|          |                               | done: Goodbye → GONE    | |
+| GONE     | the same                      | a claim: dialled anew   | |
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from connectors.vllm.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    Leave,
     Message,
     Reject,
+    Unknown,
     Welcome,
     check_same,
 )
@@ -40,10 +44,15 @@ from kvxfer.transfer.lanes import Lane
 logger = logging.getLogger(__name__)
 
 
+MAX_LINKS = 512
+"""Addresses come with requests, from clients."""
+
+
 class LinkState(enum.Enum):
     DIALLING = enum.auto()
     GREETED = enum.auto()
     READY = enum.auto()
+    LEAVING = enum.auto()
 
 
 @dataclass(slots=True)
@@ -86,9 +95,14 @@ class Links:
         self._by_key: dict[str, Link] = {}
 
     def dial(self, address: str) -> Link:
-        """The link there is, or a new one. Raises UsageError for what must not be dialled."""
+        """The link there is, or a new one. Raises UsageError for what must not be dialled,
+        ControlError for one that is leaving or one too many."""
         link = self._links.get(address)
+        if link is not None and link.state is LinkState.LEAVING:
+            raise ControlError(f"producer {link.name} is leaving")
         if link is None:
+            if len(self._links) >= MAX_LINKS:
+                raise ControlError(f"{address}: {MAX_LINKS} producers are dialled already")
             link = Link(address, self._channel.dial(address), time.monotonic())
             self._links[address] = self._by_key[link.key] = link
             self._greet(link)
@@ -111,18 +125,22 @@ class Links:
             self._on_welcome(link, message)
         elif isinstance(message, Reject):
             self.lose(link, str(HandshakeRejected(message.field, message.theirs, message.ours)))
-        elif isinstance(message, Goodbye):
-            self.lose(link, message.reason)
+        elif isinstance(message, Unknown):
+            self.lose(link, "it does not know us any more")
+        elif isinstance(message, Leave):
+            self._leave(link, message.reason)
         elif link.state is LinkState.READY and not isinstance(message, Heartbeat):
             return link
         return None
 
     def tick(self, now_s: float, is_beat: bool) -> None:
         for link in list(self._links.values()):
-            if link.state is LinkState.READY:
+            if link.state in (LinkState.READY, LinkState.LEAVING):
                 silent_s = now_s - link.seen_s
                 if silent_s > self._options.peer_timeout_s:
                     self.lose(link, f"nothing heard for {self._options.peer_timeout_s:g} s")
+                elif link.state is LinkState.LEAVING:
+                    self._say_goodbye(link)
                 elif is_beat:
                     self.send(link, Heartbeat())
             elif now_s - link.since_s > self._options.claim_timeout_s:
@@ -131,20 +149,47 @@ class Links:
                 self._greet(link)
 
     def lose(self, link: Link, reason: str) -> None:
-        if self._links.get(link.address) is not link:
+        """It is dead, or as good as that: our tickets with it end when the transport says so."""
+        if not self._forget(link):
             return
-        del self._links[link.address], self._by_key[link.key]
-        self._channel.hang_up(link.key)
         if link.facts is not None:
             self._endpoint.fence(link.facts.name)
         logger.warning("producer %s is gone: %s", link.name, reason)
         self._on_gone(link, reason)
 
     def close(self, reason: str) -> None:
+        """Leave all. Nothing of ours is under way with any, but with those that are dead."""
         for link in list(self._links.values()):
-            if link.state is LinkState.READY:
-                self.send(link, Goodbye(reason))
+            if link.state in (LinkState.READY, LinkState.LEAVING):
+                self._say_goodbye(link)
+            self._forget(link)
+
+    def _leave(self, link: Link, reason: str) -> None:
+        if link.state is not LinkState.READY:
             self.lose(link, reason)
+            return
+        link.state = LinkState.LEAVING
+        logger.info("producer %s is leaving: %s", link.name, reason)
+        self._on_gone(link, reason)
+        self._say_goodbye(link)
+
+    def _say_goodbye(self, link: Link) -> None:
+        """As soon as nothing of ours is under way with it."""
+        assert link.facts is not None
+        try:
+            told = self._endpoint.disconnect(link.facts.name)
+        except KvxferError as error:
+            logger.debug("producer %s: not yet: %s", link.name, error)
+            return
+        self.send(link, Goodbye(told))
+        self._forget(link)
+
+    def _forget(self, link: Link) -> bool:
+        if self._links.get(link.address) is not link:
+            return False
+        del self._links[link.address], self._by_key[link.key]
+        self._channel.hang_up(link.key)
+        return True
 
     def _greet(self, link: Link) -> None:
         try:
@@ -166,6 +211,7 @@ class Links:
             if not pulls:
                 raise WireError(f"no lane that we may pull by: {', '.join(map(str, lanes))}")
         except KvxferError as error:
+            self.send(link, Goodbye(b""))
             self.lose(link, str(error))
             return
         link.facts, link.lane, link.state = welcome.facts, pulls[0], LinkState.READY

@@ -4,7 +4,9 @@
 | ---                 | ---                 | --- |
 | consumer → producer | Hello               | who we are |
 | producer → consumer | Welcome, Reject     | how to reach its KV; why that may not flow |
-| both                | Heartbeat, Goodbye  | still there; leaving |
+| both                | Heartbeat           | still there |
+| producer → consumer | Leave, Unknown      | its memory is to go; who are you? |
+| consumer → producer | Goodbye             | nothing here touches it any more |
 | consumer → producer | Claim               | the KV of a request: hold it for us |
 | producer → consumer | Ready               | where it is |
 | consumer → producer | Taken, Abort        | all of it was read; nothing of it is, or will be |
@@ -80,8 +82,17 @@ class Heartbeat(_Message, frozen=True):
     pass
 
 
-class Goodbye(_Message, frozen=True):
+class Leave(_Message, frozen=True):
     reason: str
+
+
+class Unknown(_Message, frozen=True):
+    pass
+
+
+class Goodbye(_Message, frozen=True):
+    acknowledgement: bytes
+    """`Endpoint.disconnect`; b'' from one that never connected."""
 
 
 class Claim(_Message, frozen=True):
@@ -120,6 +131,8 @@ Message = (
     | Welcome
     | Reject
     | Heartbeat
+    | Leave
+    | Unknown
     | Goodbye
     | Claim
     | Ready

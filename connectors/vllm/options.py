@@ -17,6 +17,9 @@ from kvxfer.transfer.connector import check_connectors
 KEY_FILE, PEER_KEYS = "KVXFER_KEY_FILE", "KVXFER_PEER_KEYS"
 """In the environment: those of the options of that name which are not given."""
 
+RENAMED = {"kv_lease_duration": "lease_timeout_s", "backends": "connectors"}
+"""Options of vLLM's NixlConnector that have another name here."""
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -30,7 +33,7 @@ class Options:
     """Modules of connectors/ that may move KV, comma-separated."""
     kv_cache_layout: str = ""
     """One of the six, asked of vLLM; '': any that its attention backend prefers."""
-    lease_timeout_s: float = 480.0
+    lease_timeout_s: float = 30.0
     """How long KV waits for a consumer to claim it."""
     peer_timeout_s: float = 5.0
     """How long a peer may be silent before it counts as dead."""
@@ -45,6 +48,8 @@ class Options:
         for name, value in extra.items():
             if name not in known:
                 reason = f"is no option of KvxferConnector: {', '.join(known)}"
+                if name in RENAMED:
+                    reason = f"is called {RENAMED[name]} here"
                 raise UsageError("kv_connector_extra_config", name, reason)
             given[name] = _checked(name, value, known[name].default)
         for name, variable in (("key_file", KEY_FILE), ("peer_keys", PEER_KEYS)):

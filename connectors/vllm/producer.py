@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from connectors.vllm.handover import Offer
 from connectors.vllm.leases import Leases
@@ -19,15 +19,17 @@ from connectors.vllm.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    Leave,
     Message,
     Ready,
     Reject,
     Taken,
+    Unknown,
     Welcome,
     check_same,
 )
 from connectors.vllm.options import Options
-from kvxfer.errors import HandshakeRejected
+from kvxfer.errors import HandshakeRejected, KvxferError
 from kvxfer.transfer.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
@@ -43,8 +45,6 @@ class _Reader:
 
     name: str
     seen_s: float
-    is_told: bool = field(default=False)
-    """It may reach our memory, by the endpoint's word."""
 
 
 class Producer:
@@ -59,6 +59,9 @@ class Producer:
         self._blocks = blocks
         self._readers: dict[str, _Reader] = {}
         """By the channel's key."""
+        self._is_leaving = False
+        self.silent: set[str] = set()
+        """Those that were lost and have not said that they let go: they may still read."""
         self.leases = Leases(options.lease_timeout_s)
 
     @property
@@ -77,7 +80,7 @@ class Producer:
         reader = self._readers.get(peer)
         if reader is None:  # of an earlier life of ours, or lost: it is to greet us again
             if not isinstance(message, Goodbye):
-                self._send(peer, Goodbye("not known here"))
+                self._send(peer, Unknown())
             return
         reader.seen_s = time.monotonic()
         if isinstance(message, Claim):
@@ -87,7 +90,7 @@ class Producer:
         elif isinstance(message, Abort):
             self.leases.done(peer, message.lease_id)
         elif isinstance(message, Goodbye):
-            self._lose(peer, message.reason)
+            self._on_goodbye(peer, message)
         elif not isinstance(message, Heartbeat):
             self._lose(peer, f"it said {type(message).__name__}, which is a producer's word")
 
@@ -100,15 +103,22 @@ class Producer:
         for peer, lease_id in self.leases.expire(now_s):
             self._send(peer, Failed(lease_id, "there is no such lease"))
 
-    def close(self, reason: str) -> None:
+    def leave(self, reason: str) -> None:
+        """The memory is to go: no lease holds any more, and who may reach it is asked to let go."""
         self.leases.break_all()
-        for peer in list(self._readers):
-            self._send(peer, Goodbye(reason))
-            self._lose(peer, reason)
+        self._is_leaving = True
+        for peer in self._readers:
+            self._send(peer, Leave(reason))
+
+    @property
+    def has_readers(self) -> bool:
+        return bool(self._readers)
 
     def _on_hello(self, peer: str, hello: Hello) -> None:
         if peer in self._readers:
             self._lose(peer, "it has greeted us again")
+        if self._is_leaving:
+            return
         try:
             if hello.wire_version != WIRE_VERSION:
                 raise HandshakeRejected("wire_version", WIRE_VERSION, hello.wire_version)
@@ -118,6 +128,7 @@ class Producer:
             self._send(peer, Reject(error.field, str(error.ours), str(error.theirs)))
             return
         self._readers[peer] = _Reader(hello.facts.name, time.monotonic())
+        self.silent.discard(hello.facts.name)
         told = self._endpoint.describe(hello.facts.name)
         if not self._send(peer, Welcome(WIRE_VERSION, self._facts, told)):
             self._lose(peer, "it left before it was welcomed")
@@ -142,10 +153,23 @@ class Producer:
         blocks = [self._blocks(group) for group in offer.blocks]
         return Ready(offer.lease_id, offer.num_tokens, blocks)
 
-    def _lose(self, peer: str, reason: str) -> None:
+    def _on_goodbye(self, peer: str, goodbye: Goodbye) -> None:
         reader = self._readers.pop(peer)
         broken = self.leases.lose(peer)
-        # Whatever it still reads, it reads in vain, and our memory stays where it is.
-        self._endpoint.fence(reader.name)
+        try:
+            if goodbye.acknowledgement:
+                self._endpoint.acknowledge(reader.name, goodbye.acknowledgement)
+            else:
+                self._endpoint.fence(reader.name)
+        except KvxferError as error:
+            logger.warning("consumer %s: %s", reader.name, error)
+            self.silent.add(reader.name)
+        logger.info("consumer %s has left; %d leases broken", reader.name, broken)
+
+    def _lose(self, peer: str, reason: str) -> None:
+        """What it still reads it reads in vain; the memory stays where it is, as vLLM's does."""
+        reader = self._readers.pop(peer)
+        broken = self.leases.lose(peer)
+        self.silent.add(reader.name)
         log = logger.warning if broken else logger.info
         log("consumer %s is gone: %s; %d leases broken", reader.name, reason, broken)

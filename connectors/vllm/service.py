@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from connectors.vllm.consumer import Consumer, Request
-from connectors.vllm.handover import RankAddress, Step
+from connectors.vllm.consumer import Consumer
+from connectors.vllm.handover import Load, RankAddress, Step
 from connectors.vllm.layout import HALVES, VllmCache
 from connectors.vllm.links import Links
 from connectors.vllm.messages import CODEC, Facts, Message
 from connectors.vllm.options import Options
+from connectors.vllm.parts import Request
 from connectors.vllm.producer import Producer
 from connectors.vllm.ranks import Share
 from connectors.vllm.stats import Stats
@@ -29,8 +30,11 @@ from kvxfer.worker.mailbox import Mailbox
 logger = logging.getLogger(__name__)
 
 BUSY_WAIT_S = 0.001
-"""Between polls while transfers of ours are under way, or somebody may be reading from us."""
+"""Between polls while transfers of ours are under way,"""
+SERVING_WAIT_S = 0.002
+"""while somebody may be reading from us, by a transport that needs our progress,"""
 IDLE_WAIT_S = 0.02
+"""and else: what is told, or comes in, wakes the thread at once."""
 TICK_S = 0.1
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
@@ -63,6 +67,14 @@ class Outcome:
     invalid_blocks: set[int] = field(default_factory=set)
     """The scheduler's blocks of the failed ones, from the first on that was to be loaded."""
 
+    def fail(self, load: Load, reason: str, first_block: int) -> None:
+        """`first_block`: which entry of its tables was the first to be loaded."""
+        logger.warning("request %s: its KV was not loaded: %s", load.request_id, reason)
+        self.loaded.add(load.request_id)
+        self.failed[load.request_id] = reason
+        for group in load.blocks:
+            self.invalid_blocks.update(block for block in group[first_block:] if block)
+
 
 class Service:
     """`cache`'s tensors stay vLLM's, and stay where they are until `stop` has returned."""
@@ -77,6 +89,8 @@ class Service:
         self._lock = threading.Lock()
         self._outcome = Outcome()
         self._error: BaseException | None = None
+        self.silent: frozenset[str] = frozenset()
+        """After `stop`: consumers that may still read, as they were lost and never let go."""
         self._is_up = threading.Event()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._main, name="kvxfer-connector", daemon=True)
@@ -105,15 +119,18 @@ class Service:
         return outcome
 
     def stop(self) -> None:
-        """Nothing here moves any more when this returns. Idempotent; raises DeadlineExceeded where
-        transfers do not end: the tensors must stay then."""
+        """Nothing of ours moves any more when this returns, and consumers have let go; those that
+        were silent instead are `silent`. Idempotent; raises DeadlineExceeded where transfers do not
+        end: the tensors must stay then."""
         self._is_stopping = True
         self._steps.put(Step())
         if self._thread.is_alive():
-            self._thread.join(STOP_TIMEOUT_S)
+            self._thread.join(2 * STOP_TIMEOUT_S)
             if self._thread.is_alive():
-                raise DeadlineExceeded(f"transfers have not ended in {STOP_TIMEOUT_S:g} s")
+                raise DeadlineExceeded(f"{self._thread.name} has not ended")
         self._steps.close()
+        if isinstance(self._error, DeadlineExceeded):
+            raise self._error
 
     # ---- the thread
 
@@ -130,7 +147,7 @@ class Service:
     def _run(self) -> None:
         setup = self._setup
         listen = setup.options.address(setup.port_offset) if setup.is_producer else None
-        channel = Channel(setup.facts.name, listen, setup.options.keys(), CODEC)
+        channel = Channel(setup.facts.incarnation, listen, setup.options.keys(), CODEC)
         try:
             channel.watch(self._steps.fileno())
             names = setup.options.connectors.split(",")
@@ -178,14 +195,25 @@ class _Loop:
     def run(self) -> None:
         while not self._service._is_stopping:
             self._turn()
-        self._consumer.close("this worker is shutting down")
-        self._producer.close("this worker is shutting down")
-        self._links.close("this worker is shutting down")
+        self._leave("its cache's memory goes")
         self._report()
+        self._service.silent = frozenset(self._producer.silent)
+
+    def _leave(self, reason: str) -> None:
+        """Returns once nothing of ours is under way, and consumers have let go or are lost."""
+        self._consumer.close(reason)
+        self._producer.leave(reason)
+        deadline_s = time.monotonic() + STOP_TIMEOUT_S
+        while self._consumer.is_busy or self._producer.has_readers:
+            if time.monotonic() > deadline_s:
+                raise DeadlineExceeded(f"transfers have not ended in {STOP_TIMEOUT_S:g} s")
+            self._turn()
+        self._links.close(reason)
 
     def _turn(self) -> None:
-        is_busy = self._consumer.is_busy or self._producer.is_busy
-        for letter in self._channel.poll(BUSY_WAIT_S if is_busy else IDLE_WAIT_S):
+        wait_s = SERVING_WAIT_S if self._producer.is_busy else IDLE_WAIT_S
+        wait_s = BUSY_WAIT_S if self._consumer.is_busy else wait_s
+        for letter in self._channel.poll(wait_s):
             self._hear(letter.peer, letter.message)  # type: ignore[arg-type]
         for step in self._service._steps.drain():
             self._take_in(step)
@@ -243,12 +271,7 @@ class _Loop:
 def _record(outcome: Outcome, request: Request, cache: VllmCache) -> None:
     load = request.load
     assert load is not None
-    outcome.loaded.add(load.request_id)
-    if not request.error:
-        return
-    logger.warning("request %s: its KV was not loaded: %s", load.request_id, request.error)
-    outcome.failed[load.request_id] = request.error
-    first = load.start // (cache.block_size * cache.ratio)
-    outcome.invalid_blocks.update(
-        block for group in load.blocks for block in group[first:] if block
-    )
+    if request.error:
+        outcome.fail(load, request.error, load.start // (cache.block_size * cache.ratio))
+    else:
+        outcome.loaded.add(load.request_id)

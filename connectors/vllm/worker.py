@@ -10,6 +10,7 @@ import torch
 from connectors.vllm.handover import RankAddress, Step
 from connectors.vllm.layout import VllmCache
 from connectors.vllm.service import Outcome, Service, Setup
+from kvxfer.errors import KvxferError, MemoryPinned
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,9 @@ class Worker:
         self._describe = describe
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._service: Service | None = None
-        self._invalid_blocks: set[int] = set()
+        self._unserved: list[Step] = []
+        self._block_size = 1
+        """The scheduler's, once known."""
 
     @property
     def address(self) -> RankAddress | None:
@@ -32,10 +35,11 @@ class Worker:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Raises UsageError for tensors, or options, that will not do; ConnectorError."""
-        self.release()
+        self._stop()
         cache, setup = self._describe(kv_caches)
         service = Service(setup, cache)
         service.start()
+        self._block_size = cache.block_size * cache.ratio
         self._kv_caches, self._service = dict(kv_caches), service
         spec = cache.memory.geometry.specs[0]
         logger.info(
@@ -50,10 +54,25 @@ class Worker:
         )
 
     def release(self) -> None:
-        """The tensors' memory may go when this has returned. Idempotent."""
+        """The tensors' memory may go when this has returned. Idempotent. Raises MemoryPinned where
+        a consumer that was lost, and may live, has never let go of it."""
+        service = self._stop()
+        if service is not None and service.silent:
+            names = ", ".join(sorted(service.silent))
+            raise MemoryPinned(f"the KV cache's memory must stay: {names} may still read it")
+
+    def shut_down(self) -> None:
+        """The process ends. Idempotent; what does not end in time is logged."""
+        try:
+            self._stop()
+        except KvxferError as error:
+            logger.warning("shutdown: %s", error)
+
+    def _stop(self) -> Service | None:
         service, self._service = self._service, None
         if service is not None:
             service.stop()
+        return service
 
     def restore(self) -> None:
         """After `release`: the same tensors have memory again."""
@@ -63,9 +82,18 @@ class Worker:
     def tell(self, step: Step) -> None:
         if self._service is not None:
             self._service.tell(step)
+        else:
+            self._unserved.append(step)
 
     def take(self) -> Outcome:
-        return self._service.take() if self._service else Outcome()
+        """While nothing is registered, what was told has failed."""
+        outcome = self._service.take() if self._service else Outcome()
+        unserved, self._unserved = self._unserved, []
+        for step in unserved:
+            outcome.sent.update(offer.request_id for offer in step.offers)
+            for load in step.loads:
+                outcome.fail(load, "no KV cache is registered", load.start // self._block_size)
+        return outcome
 
     def take_stats(self) -> dict[str, list[float]] | None:
         return self._service.stats.take() if self._service else None

@@ -79,7 +79,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=examples(100, 5000), deadline=None, derandomize=True)
+@settings(max_examples=examples(40, 5000), deadline=None, derandomize=True)
 @given(STEPS)
 def test_nothing_is_freed_under_a_reader_nor_twice_nor_never(steps: list[tuple[str, str, str]]):
     leases, now_s = Leases(TIMEOUT_S), 0.0

@@ -29,6 +29,7 @@ def test_the_package_is_no_connector_of_our_own_workers():
     ("extra", "text"),
     [
         ({"lanes": "x"}, "lanes.*is no option"),
+        ({"kv_lease_duration": 20}, "is called lease_timeout_s here"),
         ({"lease_timeout_s": 0}, "lease_timeout_s: 0: must be more"),
         ({"lease_timeout_s": True}, "must be a number"),
         ({"listen": 5}, "listen: 5: must be a string"),

@@ -6,9 +6,11 @@ import time
 
 import pytest
 import torch
+from support.keys import KeyRing
 from support.vllm_ranks import Rank, claim, load, offer, running, source_of
 
-from connectors.vllm.handover import RankAddress, Source, Step
+from connectors.vllm.handover import Claim as Claimed
+from connectors.vllm.handover import Load, Offer, RankAddress, Source, Step
 from connectors.vllm.messages import (
     CODEC,
     WIRE_VERSION,
@@ -21,8 +23,11 @@ from connectors.vllm.messages import (
     Message,
     Ready,
     Taken,
+    Unknown,
     Welcome,
 )
+from connectors.vllm.service import Outcome
+from connectors.vllm.worker import Worker
 from kvxfer.control.channel import Channel
 
 
@@ -54,6 +59,10 @@ class Visitor:
                     self.heard.remove(message)
                     return message
             assert time.monotonic() < deadline_s, f"no {kind.__name__}, but {self.heard}"
+
+    def leave(self) -> None:
+        self.say(Goodbye(b""))
+        self.channel.close()
 
     def greet(self) -> None:
         self.say(Hello(WIRE_VERSION, self.facts))
@@ -155,7 +164,35 @@ def test_kv_is_good_once(pair):
     visitor.greet()
     visitor.say(Taken("lease"))
     assert isinstance(visitor.hear(Failed), Failed)
-    visitor.channel.close()
+    visitor.leave()
+
+
+def test_one_lease_serves_one_request(pair):
+    producer, consumer = pair
+    claim([consumer], source_of([producer]))
+    again = Step(
+        claims=[Claimed("again", source_of([producer]))], loads=[Load("again", 0, 9, ([7],))]
+    )
+    consumer.service.tell(again)
+    assert "for request d already" in consumer.loaded("again").failed["again"]
+    offer([producer], [1], 9)
+    load([consumer], [4], 0, 9)
+    assert not consumer.loaded().failed
+
+
+def test_a_load_without_a_claim_fails(pair):
+    _, consumer = pair
+    load([consumer], [4], 0, 9)
+    assert "never claimed" in consumer.loaded().failed["d"]
+
+
+def test_without_a_service_loads_fail_and_offers_end():
+    worker = Worker(lambda tensors: pytest.fail("nothing was registered"))
+    worker.tell(Step(offers=[Offer("p", "l", 9, ([1],))], loads=[Load("d", 0, 9, ([4, 5],))]))
+    outcome = worker.take()
+    assert outcome.sent == {"p"} and outcome.loaded == {"d"} and outcome.invalid_blocks == {4, 5}
+    assert worker.take() == Outcome()
+    worker.release()
 
 
 def test_a_request_that_ends_before_it_has_blocks_frees_the_producers(pair):
@@ -197,12 +234,12 @@ def test_a_silent_consumer_loses_its_lease_and_is_never_confirmed():
         assert visitor.hear(Ready).blocks == [[1]]
         producer.sent()  # it was silent for too long
         visitor.say(Taken("lease"))
-        visitor.hear(Goodbye)
+        visitor.hear(Unknown)
         visitor.greet()
         visitor.say(Taken("lease"))
         assert visitor.hear(Failed).reason == "the lease was broken"
         assert not any(isinstance(message, Confirmed) for message in visitor.heard)
-        visitor.channel.close()
+        visitor.leave()
 
 
 def test_a_reader_that_lives_keeps_its_lease_for_longer_than_anybody_may_claim_it():
@@ -220,7 +257,7 @@ def test_a_reader_that_lives_keeps_its_lease_for_longer_than_anybody_may_claim_i
         visitor.say(Taken("lease"))
         visitor.hear(Confirmed)
         producer.sent()
-        visitor.channel.close()
+        visitor.leave()
 
 
 def test_kv_that_nobody_claims_is_freed():
@@ -230,22 +267,28 @@ def test_kv_that_nobody_claims_is_freed():
         producer.sent()
 
 
-def test_a_producer_that_leaves_fails_what_was_claimed(pair):
+def test_a_producer_that_leaves_fails_what_was_claimed_and_waits_for_goodbyes(pair):
     producer, consumer = pair
-    offer([producer], [1, 2], 20)
+    offer([producer], [1], 9)
     claim([consumer], source_of([producer]))
-    while not producer.service.take() or not consumer_holds(consumer):
-        time.sleep(0.01)
+    load([consumer], [4], 0, 9)
+    consumer.loaded()
+    claim([consumer], source_of([producer], "next"))
     producer.service.stop()
-    time.sleep(0.2)
+    assert not producer.service.silent
     load([consumer], [4, 5], 16, 20)
-    outcome = consumer.loaded()
-    assert "shutting down" in outcome.failed["d"] and outcome.invalid_blocks == {5}
+    outcome = consumer.until(lambda outcome: bool(outcome.failed))
+    assert outcome.invalid_blocks == {5}
 
 
-def consumer_holds(consumer: Rank) -> bool:
-    time.sleep(0.2)
-    return True
+def test_who_was_silent_may_still_read():
+    producer = Rank("P", peer_timeout_s=0.2)
+    with running(producer):
+        visitor = Visitor(producer)
+        visitor.greet()
+        producer.service.stop()
+        assert producer.service.silent == {visitor.facts.name}
+        visitor.channel.close()
 
 
 def test_a_producer_that_nobody_finds_fails_the_load():
@@ -287,3 +330,22 @@ def test_engines_that_differ_are_told_in_what(other: dict, field: str):
         claim([consumer], source_of([producer]))
         load([consumer], [4], 0, 9)
         assert f"{field} differs" in consumer.loaded().failed["d"]
+
+
+def test_keys_let_in_those_who_are_listed_and_nobody_else(tmp_path):
+    ring = KeyRing(tmp_path)
+    keys = [str(ring.make("p")), str(ring.make("d")), str(ring.make("x", allow=False))]
+    with_keys = [{"key_file": key, "peer_keys": str(ring.allowed)} for key in keys]
+    producer, consumer = Rank("P", **with_keys[0]), Rank("D", **with_keys[1])
+    stranger = Rank("X", claim_timeout_s=0.5, **with_keys[2])
+    producer.fill()
+    with running(producer, consumer, stranger):
+        assert producer.address.address.endswith("#p")
+        offer([producer], [1], 9)
+        claim([stranger], source_of([producer]))
+        load([stranger], [4], 0, 9)
+        assert "no answer" in stranger.loaded().failed["d"]
+        claim([consumer], source_of([producer]))
+        load([consumer], [4], 0, 9)
+        assert not consumer.loaded().failed
+        assert torch.equal(producer.tokens([1], 9, range(4)), consumer.tokens([4], 9, range(4)))
