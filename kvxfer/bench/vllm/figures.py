@@ -80,15 +80,10 @@ def summary_figures(
         none("answers unlike one engine's", sum(not one.is_right for one in found), "requests"),
         Figure(f"{name}: blocks compared by digest", whole, "blocks", 1.0, "higher", 1, 0.0),
         none("blocks that differ by digest", whole - equal, "blocks"),
-        none("hand-overs without a transfer", _without_transfer(found), "requests"),
+        none("computed again, not moved", sum(not f.moved.transfers for f in found), "requests"),
         none("failed transfers", sum(one.moved.failed for one in found), "transfers"),
         none("blocks held at the end", held, "blocks"),
     ]
-
-
-def _without_transfer(found: Sequence[HandedOver]) -> int:
-    """Of those with a whole block to hand over."""
-    return sum(not one.moved.transfers for one in found if one.whole_blocks)
 
 
 def _ms(metric: str, samples_s: Sequence[float]) -> Figure:
