@@ -186,7 +186,7 @@ def test_an_engine_that_ends_at_its_start_says_why(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda one: one.name)
 def test_the_engine_ends_with_the_bench(tmp_path: Path, number: signal.Signals) -> None:
-    """Here an engine that never gets ready."""
+    """All of its processes; here one that never gets ready."""
     program = tmp_path / "python"
     program.write_text('#!/bin/sh\necho $$ > "$0.pid"\nexec sleep 100\n')
     program.chmod(0o755)

@@ -83,7 +83,7 @@ class Engine:
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # ends with us, and then they end
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -142,6 +142,8 @@ class Engine:
         if self.process is not None:
             kill_session(self.process.pid, KILLED_TIMEOUT_S)
             self.process.wait(KILLED_TIMEOUT_S)
+            assert self.process.stdin is not None, "it was started with one"
+            self.process.stdin.close()
 
     def signal(self, number: signal.Signals) -> None:
         """To all of its processes, as SIGSTOP."""
