@@ -110,10 +110,12 @@ RIGHT = HandedOver(
     ids=lambda wrong: str(wrong),
 )
 def test_what_is_wrong_misses_its_bar(wrong: dict) -> None:
-    assert all(one.ok for one in summary_figures("nixl", [RIGHT], 0, 1.0))
-    found = summary_figures("nixl", [RIGHT, replace(RIGHT, **wrong)], 0, 1.0)
+    assert all(one.ok for one in summary_figures("kvxfer", [RIGHT], 0, 1.0, True))
+    found = summary_figures("kvxfer", [RIGHT, replace(RIGHT, **wrong)], 0, 1.0, True)
     assert sum(not one.ok for one in found) == 1
-    assert sum(not one.ok for one in summary_figures("nixl", [RIGHT], 3, 1.0)) == 1
+    assert sum(not one.ok for one in summary_figures("kvxfer", [RIGHT], 3, 1.0, True)) == 1
+    theirs = summary_figures("nixl", [RIGHT, replace(RIGHT, **wrong)], 0, 1.0, False)
+    assert all(one.ok for one in theirs) == ("moved" in wrong)
 
 
 class _Handler(BaseHTTPRequestHandler):

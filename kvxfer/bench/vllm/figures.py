@@ -64,14 +64,16 @@ def length_figures(connector: str, length: int, found: Sequence[HandedOver]) -> 
 
 
 def summary_figures(
-    connector: str, found: Sequence[HandedOver], held: int, first_s: float
+    connector: str, found: Sequence[HandedOver], held: int, first_s: float, is_ours: bool
 ) -> list[Figure]:
     """Of all hand-overs but the first, which took `first_s` to its first token; `held`: blocks of
-    both engines at the end."""
+    both engines at the end. Transfers that fail are a fault of `is_ours`, and told of others."""
     name = f"vllm {connector}"
 
-    def none(metric: str, value: int, unit: str) -> Figure:
-        return Figure(f"{name}: {metric}", value, unit, 0.0, "lower", len(found), 0.0)
+    def none(metric: str, value: int, unit: str, bar: float | None = 0.0) -> Figure:
+        return Figure(f"{name}: {metric}", value, unit, bar, "lower", 1, 0.0)
+
+    bar = 0.0 if is_ours else None
 
     whole, equal = sum(f.whole_blocks for f in found), sum(f.equal_blocks for f in found)
     return [
@@ -80,8 +82,10 @@ def summary_figures(
         none("answers unlike one engine's", sum(not one.is_right for one in found), "requests"),
         Figure(f"{name}: blocks compared by digest", whole, "blocks", 1.0, "higher", 1, 0.0),
         none("blocks that differ by digest", whole - equal, "blocks"),
-        none("computed again, not moved", sum(not f.moved.transfers for f in found), "requests"),
-        none("failed transfers", sum(one.moved.failed for one in found), "transfers"),
+        none(
+            "computed again, not moved", sum(not f.moved.transfers for f in found), "requests", bar
+        ),
+        none("failed transfers", sum(one.moved.failed for one in found), "transfers", bar),
         none("blocks held at the end", held, "blocks"),
     ]
 

@@ -91,7 +91,8 @@ class _Run:
         for length in sorted(set(self._options.prompt_lengths)):
             those = [one for one in found if one.length == length]
             self.record.add(*length_figures(connector.name, length, those))
-        self.record.add(*summary_figures(connector.name, found, held, first.first_token_s))
+        is_ours = connector.name == "kvxfer"
+        self.record.add(*summary_figures(connector.name, found, held, first.first_token_s, is_ours))
 
     def _engine(self, role: Role, connector: VllmConnector) -> Engine:
         name = f"{connector.name}-{role.removeprefix('kv_')}"
