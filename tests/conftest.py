@@ -34,6 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--result-json", type=Path, help="write outcomes, machine and versions to this file"
     )
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--vllm", metavar="PYTHON", help="also run what needs vLLM, with this Python")
+    parser.addoption(
+        "--vllm-connector",
+        choices=("kvxfer", "nixl"),
+        default="kvxfer",
+        help="of the tests that need vLLM",
+    )
     parser.addoption("--commit", default="", help="the commit that a --result-json is of")
     parser.addoption(
         "--record",

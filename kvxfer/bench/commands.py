@@ -28,6 +28,7 @@ from kvxfer.bench.soak import SoakOptions
 from kvxfer.bench.stress import StressOptions
 from kvxfer.bench.tokens import TokensOptions
 from kvxfer.bench.transfer import TransferOptions
+from kvxfer.bench.vllm.options import VllmOptions
 
 bench = cyclopts.App(name="bench", help="Measure, with verified data.")
 bench.command(simulate)
@@ -294,3 +295,16 @@ def transfer(case: str, options: TransferOptions = TransferOptions()) -> int:  #
     from kvxfer.bench.transfer import run_transfer
 
     return run_transfer(case, options)
+
+
+@bench.command
+def vllm(options: VllmOptions) -> int:
+    """vLLM's engines hand over KV: by KvxferConnector and by vLLM's NixlConnector, side by side.
+
+    Tokens compared with one engine's, KV by digest. Exit code 1 where any is wrong, or a block
+    stays held. vLLM lives in an environment of its own: deploy/vllm.sh makes it and runs this.
+    Example: kvxfer bench vllm --vllm-python .vllm-venv/bin/python --json vllm.json
+    """
+    from kvxfer.bench.vllm.run import run_vllm
+
+    return run_vllm(options)
