@@ -33,10 +33,10 @@ def test_values_that_cannot_be_are_refused_by_name(name: str, options: HostsOpti
 def test_prompts_are_right_and_figures_are_kept(tmp_path: Path) -> None:
     skip_unless_permitted()
     kept = tmp_path / "hosts.json"
-    wanted = ("--mtu", "9000", "--requests", "3", "--prompt-tokens", "100", "--json", str(kept))
+    wanted = ("--mtu", "9000", "--requests", "5", "--prompt-tokens", "800", "--json", str(kept))
     done = run(*KVXFER, "bench", "hosts", *wanted, timeout_s=200)
     assert done.code == 0, done
     figures = {one["metric"]: one for one in json.loads(kept.read_text())}
     assert figures["MTU 9000: prompts whose KV or tokens differ"]["value"] == 0
     assert figures["MTU 9000: prompts"]["value"] > 0
-    assert figures["MTU 9000, 3 % lost: KV of a prompt under way"]["runs"] == 3
+    assert figures["MTU 9000, 3 % lost: KV of a prompt under way"]["runs"] == 5
