@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import random
 import socket
 import threading
@@ -170,10 +171,24 @@ def drip(one: socket.socket, data: bytes, pause_s: float) -> bytes:
     for byte in data:
         one.sendall(bytes([byte]))
         try:
-            return one.recv(10_000)
+            begun = one.recv(10_000)
         except TimeoutError:
             continue
+        return whole_answer(one, begun)
     raise AssertionError("nothing came back")
+
+
+def whole_answer(one: socket.socket, data: bytes) -> bytes:
+    """`data` with what is missing of the answer that it begins: head and body may come apart."""
+    one.settimeout(10)
+    while True:
+        head, end_of_head, body = data.partition(b"\r\n\r\n")
+        length = re.search(rb"content-length: *([0-9]+)", head, re.IGNORECASE)
+        if end_of_head and length is not None and len(body) >= int(length[1]):
+            return data
+        part = one.recv(10_000)
+        assert part, data
+        data += part
 
 
 def test_many_bad_clients_at_once_cost_the_good_ones_nothing(leakless: HttpService) -> None:
