@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
 import random
+import re
 import socket
 import threading
 import time
