@@ -21,6 +21,8 @@ INTRODUCTION = (
     "with its versions. Medians ± the distance between quartiles; a bar is what was aimed at "
     "before measuring, and **missed** says that the figure does not reach it."
 )
+DIGITS, ALL_DIGITS = 3, 17
+"""That are shown, and that tell all numbers apart."""
 _YES_OR_NO = ("0/1", "1 = yes")
 _SAID = (*_YES_OR_NO, "1", "bytes", "of positions")
 """Units that the number or the label tells."""
@@ -179,7 +181,7 @@ def _bar(result: Result) -> str:
     if result.unit in _YES_OR_NO:
         return "yes" + _missed(result)
     sign = "≥" if result.better == "higher" else "≤"
-    return f"{sign} {_plain(result.bar, result.unit)}{_missed(result)}"
+    return f"{sign} {_plain(result.bar, result.unit, _digits(result))}{_missed(result)}"
 
 
 def _missed(result: Result) -> str:
@@ -187,21 +189,26 @@ def _missed(result: Result) -> str:
 
 
 def _number(result: Result) -> str:
-    """Rounded, but not so far that a missed bar looks reached."""
-    text = _plain(result.value, result.unit)
+    return _plain(result.value, result.unit, _digits(result))
+
+
+def _digits(result: Result) -> int:
+    """Of value and bar: so many that a bar which was missed does not look reached."""
     if result.ok or result.bar is None:
-        return text
-    for digits in range(3, 18):
-        text = _plain(result.value, result.unit, digits)
-        if text != _plain(result.bar, result.unit, digits):
-            return text
-    return f"{result.value:,} {result.unit}"
+        return DIGITS
+    unit = result.unit
+    for digits in range(DIGITS, ALL_DIGITS):
+        if _plain(result.value, unit, digits) != _plain(result.bar, unit, digits):
+            return digits
+    return ALL_DIGITS
 
 
-def _plain(value: float, unit: str, digits: int = 3) -> str:
+def _plain(value: float, unit: str, digits: int) -> str:
     if unit in _YES_OR_NO:
         return "yes" if value == 1 else "no"
-    return size_name(value) if unit == "bytes" else digits_of(value, digits)
+    if unit == "bytes":
+        return size_name(value) if digits < ALL_DIGITS else f"{value:,} bytes"
+    return digits_of(value, digits)
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
