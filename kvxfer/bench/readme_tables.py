@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvxfer.bench.connectors.naming import digits_of, size_name
-from kvxfer.bench.readme_themes import THEMES, Counts, Line, Matrix, Table, Theme
+from kvxfer.bench.readme_parts import Counts, Line, Matrix, Table, Theme
+from kvxfer.bench.readme_themes import THEMES
 from kvxfer.bench.results import Result
 from kvxfer.errors import UsageError
 

@@ -6,54 +6,7 @@ nothing is an error, so that what a reader was told about cannot vanish.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-SIZES = ("4KiB", "16KiB", "64KiB", "256KiB", "1MiB", "2MiB")
-"""Columns of tables over the size of a run, as metrics have them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Figures of one file; in a matrix `metric` has {size}, and the rest is a plain name."""
-
-    file: str
-    metric: str
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """A row for each line, a column for each size that any of them has."""
-
-    caption: str
-    lines: tuple[Line, ...]
-    sizes: tuple[str, ...] = SIZES
-
-
-@dataclass(frozen=True, slots=True)
-class List:
-    """A row for each figure that a line's pattern matches."""
-
-    lines: tuple[Line, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """A row for each campaign, named by what its metrics begin with; a column for each count."""
-
-    lines: tuple[Line, ...]
-    columns: tuple[str, ...]
-
-
-Table = Matrix | List | Counts
-
-
-@dataclass(frozen=True, slots=True)
-class Theme:
-    title: str
-    text: str
-    tables: tuple[Table, ...]
-
+from kvxfer.bench.readme_parts import Counts, Line, List, Matrix, Theme
 
 _LANES = (
     ("transfer-peer-nvlink", "peer over NVLink {size}", "`peer`, two GPUs joined by NVLink"),
@@ -244,6 +197,38 @@ SERVING = Theme(
     (List((Line("serve-overhead", r"serve: (.*)", r"\1"),)),),
 )
 
+
+def _thousand(file: str, routers: str) -> tuple[Line, ...]:
+    of = r"simulated, 500 : 500: "
+    label = f"1,000 workers, {routers}: "
+    return (
+        Line(file, of + r"(ttft, median|throughput, requests)", label + r"\1"),
+        Line(file, of + r"use of (router|prefill: control thread|prefill: model|links out of .*"
+             r"|decode: model.*|decode: cache)", label + r"use of \1"),
+    )  # fmt: skip
+
+
+SCALE = Theme(
+    "Many workers",
+    "One worker with simulated peers; a model of many, how far it is off a real service on two "
+    "cores, and what it says of 1,000 workers and of 16 in different ratios. A GPU's costs are put "
+    "together from figures here and from assumptions (`kvxfer bench simulate costs`).",
+    (
+        List(
+            (
+                Line("scale-control", r"scale, (64 peers): (RegionsUpdate.*p99|updates not told"
+                     r"|peers lost|CPU of the worker, heartbeats)", r"\1: \2"),
+                Line("scale-simulate", r"simulate, (.*): ((?:TTFT p50|throughput), relative error)",
+                     r"model, \1: \2"),
+                *_thousand("scale-1000-workers", "100 routers"),
+                *_thousand("scale-1000-workers-20-routers", "20 routers"),
+                Line("scale-ratio", r"simulated, (\d+ : \d+): goodput, requests",
+                     r"30 requests a second, \1 workers: goodput"),
+            )
+        ),
+    ),
+)  # fmt: skip
+
 MEMORY = Theme(
     "Memory",
     "How quickly a cache grows, and how near its measured size comes to the largest that survives "
@@ -307,4 +292,4 @@ CORRECTNESS = Theme(
     ),
 )  # fmt: skip
 
-THEMES = (TRANSFER, CONNECTORS, GROWTH, HAND_OVER, LOAD, SERVING, MEMORY, CORRECTNESS)
+THEMES = (TRANSFER, CONNECTORS, GROWTH, HAND_OVER, LOAD, SERVING, SCALE, MEMORY, CORRECTNESS)
